@@ -93,4 +93,4 @@ async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> grp
 
 
 if __name__ == "__main__":
-    grpo.run_example(run, "color_square", __doc__.splitlines()[0], DEFAULTS)
+    grpo.run_example(run, "color_square", __doc__.splitlines()[0], DEFAULTS, tinker.PromptLayout("picture-first", SIDE))

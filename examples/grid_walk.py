@@ -175,4 +175,6 @@ def blind_returns() -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    grpo.run_example(run, "grid_walk", __doc__.splitlines()[0], DEFAULTS)
+    grpo.run_example(
+        run, "grid_walk", __doc__.splitlines()[0], DEFAULTS, tinker.PromptLayout("text-first", CELLS * PIXELS)
+    )

@@ -144,8 +144,9 @@ def run_example(
     name: str,
     description: str,
     defaults: dict[str, float],
+    layout: tinker.PromptLayout,
 ) -> None:
-    """Run the example `name`. `defaults` are for a tiny random model."""
+    """Run the example `name`. `defaults` are for a tiny random model; `layout`: of the environment's messages."""
     parser = argparse.ArgumentParser(description=description)
     add_options(parser)
     parser.add_argument("--model", required=True, help="a vision-language model that the server serves")
@@ -165,7 +166,7 @@ def run_example(
     if options.begin:
         options.warm_steps = 0  # before the first step
     with connect(options) as service:
-        client = training_client(service, options, rank=32, seed=0)
+        client = training_client(service, options, rank=32, seed=0, layout=layout)
         outcome = asyncio.run(run(client, options))
         path = options.out / f"{name}.png"
         draw(outcome, path)

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import PIL.Image
-import PIL.ImageOps
 from rich.progress import track
+from tinker_local.client import as_rgb
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 HELD_OUT_FOLDERS = ("validation", "val", "test")
@@ -83,10 +83,10 @@ def digits(side: int, fold: int | None = None) -> Dataset:
 
 
 def open_image(path: Path) -> PIL.Image.Image:
-    """The image as RGB, upright. Raises ValueError with the file's name if it cannot be read."""
+    """The image as RGB, upright, with white behind it. Raises ValueError with the file's name if it cannot be read."""
     try:
         with PIL.Image.open(path) as file:
-            image = PIL.ImageOps.exif_transpose(file).convert("RGB")
+            image = as_rgb(file)
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:  # what PIL's decoders raise
         raise ValueError(f"{path}: no image that can be read: {error}") from error
     if max(image.size) > WIDEST * min(image.size):

@@ -43,7 +43,7 @@ def main() -> None:
     options = parser.parse_args()
 
     with connect(options) as service:
-        client = training_client(service, options, rank=32, seed=0)
+        client = training_client(service, options, rank=32, seed=0, layout=tinker.PromptLayout("picture-first", SIDE))
         tokenizer = client.get_tokenizer()
         processor = AutoImageProcessor.from_pretrained(client.get_info().model_data.tokenizer_id)
 

@@ -36,12 +36,20 @@ def connect(options: argparse.Namespace) -> tinker.ServiceClient:
 
 
 def training_client(
-    service: tinker.ServiceClient, options: argparse.Namespace, *, rank: int, seed: int, train_vision: bool = False
+    service: tinker.ServiceClient,
+    options: argparse.Namespace,
+    *,
+    rank: int,
+    seed: int,
+    train_vision: bool = False,
+    layout: tinker.PromptLayout | None = None,
 ) -> tinker.TrainingClient:
-    """A new adapter on `--model`, or the one of `--resume` with its optimizer."""
+    """A new adapter on `--model`, or the one of `--resume` with its optimizer. `layout`: how the program puts pictures
+    into prompts, so that `tinker-local chat` and the console ask what was trained."""
+    metadata = layout.as_metadata() if layout else None
     if options.resume:
-        return service.create_training_client_from_state_with_optimizer(options.resume).result()
-    lora = {"rank": rank, "seed": seed, "train_vision": train_vision}
+        return service.create_training_client_from_state_with_optimizer(options.resume, user_metadata=metadata).result()
+    lora = {"rank": rank, "seed": seed, "train_vision": train_vision, "user_metadata": metadata}
     return service.create_lora_training_client(base_model=options.model, **lora).result()
 
 

@@ -6,7 +6,7 @@
 
     python examples/vlm_classifier.py --model NAME --ask FILE --sampler tinker://RUN/sampler_weights/NAME
 
-Fine-tunes a LoRA adapter on question, image and class name. On held-out images it measures the negative log-likelihood
+Fine-tunes a LoRA adapter on image, question and class name. On held-out images it measures the negative log-likelihood
 (NLL) of the class name, and how often the model answers with that name at temperature 0. As a control, it finally does
 the same on blank images. It writes to --out:
 
@@ -83,9 +83,9 @@ class Task:
 
     def prompt(self, image: PIL.Image.Image | Path) -> tinker.ModelInput:
         return model_input(
-            f"<|im_start|>user\n{self.question}",
+            "<|im_start|>user\n",
             image,
-            "<|im_end|>\n<|im_start|>assistant\n",
+            f"{self.question}<|im_end|>\n<|im_start|>assistant\n",
             tokenizer=self.tokenizer,
             image_processor=self.processor,
         )
@@ -262,7 +262,10 @@ def run(options: argparse.Namespace, dataset: Dataset) -> Report:
     start = time.monotonic()
     with connect(options) as service:
         vision = options.train_vision
-        client = training_client(service, options, rank=options.rank, seed=options.seed, train_vision=vision)
+        layout = tinker.PromptLayout("picture-first", options.side)
+        client = training_client(
+            service, options, rank=options.rank, seed=options.seed, train_vision=vision, layout=layout
+        )
         task = Task(client, options.question, dataset.classes)
         held_out = random.Random(options.seed).sample(dataset.held_out, len(dataset.held_out))
         images = [dataset.image(example.source, None) for example in held_out]
@@ -312,7 +315,11 @@ def ask(options: argparse.Namespace, dataset: Dataset) -> str:
         client = service.create_lora_training_client(base_model=options.model, rank=1).result()
         sampler = service.create_sampling_client(model_path=options.sampler).result()
         task = Task(client, options.question, dataset.classes)
-        return task.answers(sampler, [(task.prompt(open_image(options.ask)), "")])[0]
+        run = service.create_rest_client().get_training_run_by_tinker_path(options.sampler).result()
+        picture, side = open_image(options.ask), tinker.PromptLayout.of(run.user_metadata or {}).side
+        if side is not None:
+            picture.thumbnail((side, side))  # as in training; a smaller one stays as it is
+        return task.answers(sampler, [(task.prompt(picture), "")])[0]
 
 
 def show(report: Report, dataset: Dataset, options: argparse.Namespace) -> None:
@@ -340,8 +347,8 @@ def prepare(options: argparse.Namespace) -> Dataset:
     if options.epochs <= 0 or not 0 < options.held_out < 1:
         raise ValueError("--epochs must be more than 0, --held-out between 0 and 1")
     if options.data is None:
-        options.question = options.question or DIGITS_QUESTION
-        return digits(options.side or DIGITS_SIDE, options.fold)
+        options.question, options.side = options.question or DIGITS_QUESTION, options.side or DIGITS_SIDE
+        return digits(options.side, options.fold)
     if options.shift or options.fold is not None:
         raise ValueError("--shift and --fold are for the digits; leave them out with --data")
     options.question = options.question or QUESTION
@@ -358,7 +365,7 @@ def main() -> int:
     parser.add_argument("--held-out", type=float, default=0.2, help="share of each class in --data; default: 0.2")
     parser.add_argument(
         "--question",
-        help="text before the image; {classes} is replaced by the class names (too long with many classes). "
+        help="text after the image; {classes} is replaced by the class names (too long with many classes). "
         f"Default: {QUESTION!r}, for the digits {DIGITS_QUESTION!r}",
     )
     parser.add_argument(

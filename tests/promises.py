@@ -443,6 +443,18 @@ MISTAKES = (
         "images-seen-causally images-of-a-portion-alone images-beside-their-place images-causal-on-cpus "
         "images-in-several-steps images-longer-than-the-window images-cut-into-several",
     ),
+    Promise(
+        "images",
+        "The colours hidden below transparent pixels are trained on, or 16 bits of grey become white",
+        "hidden-colours-shown transparent-colour-sent-raw deep-grey-clipped",
+    ),
+    Promise(
+        "images",
+        "A checkpoint is asked otherwise than it was trained: text and picture change places, or the picture is larger",
+        "chat-ignores-the-order chat-sends-larger-pictures playground-ignores-the-order layout-of-the-run-not-told "
+        "layout-lost-on-resume layout-lost-in-copies",
+        ("documentation/test_pages_run.py::test_every_block_of_a_page_runs",),
+    ),
     Promise("images", "base64 is decoded twice or not at all", "base64-not-decoded base64-encoded-twice"),
     Promise(
         "images",
@@ -558,8 +570,8 @@ MISTAKES = (
     Promise(
         "operation",
         "What a run did is known to its program alone, or to everybody; a full disk stops the run that is recorded",
-        "loss-of-masked-targets loss-of-all-steps curves-from-the-start torn-lines-stay everybodys-runs "
-        "everybodys-numbers histogram-not-cumulated kv-cache-use-is-that-of-running-sequences "
+        "loss-of-masked-targets loss-over-targets loss-of-all-steps curves-from-the-start torn-lines-stay "
+        "everybodys-runs everybodys-numbers histogram-not-cumulated kv-cache-use-is-that-of-running-sequences "
         "board-of-metrics-that-are-gone plan-without-the-mlp log-written-anew-reads-on links-out-of-the-logs "
         "everybodys-logs",
         (

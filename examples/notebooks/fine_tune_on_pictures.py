@@ -21,7 +21,7 @@ with app.setup:
     import PIL.Image
     import tinker_local.client as tinker
     from matplotlib import pyplot
-    from tinker_local.client import model_input
+    from tinker_local.client import as_rgb, model_input
     from transformers import AutoImageProcessor
 
     sys.path.append(str(Path(__file__).parents[1]))
@@ -65,19 +65,22 @@ def _(side):
 
 
 @app.cell
-async def _(model, question):
+async def _(model, question, side):
     service = tinker.ServiceClient(display_name="fine_tune_on_pictures")
-    client = await service.create_lora_training_client_async(base_model=model, rank=32, seed=0)
+    layout = tinker.PromptLayout("picture-first", side)  # so that the console's playground asks what is trained
+    client = await service.create_lora_training_client_async(
+        base_model=model, rank=32, seed=0, user_metadata=layout.as_metadata()
+    )
     tokenizer = client.get_tokenizer()
     processor = AutoImageProcessor.from_pretrained(client.get_info().model_data.tokenizer_id)
 
     def prompt(image: PIL.Image.Image) -> tinker.ModelInput:
         """The question about an image, in the model's chat format."""
-        before, after = f"<|im_start|>user\n{question}", "<|im_end|>\n<|im_start|>assistant\n"
+        before, after = "<|im_start|>user\n", f"{question}<|im_end|>\n<|im_start|>assistant\n"
         return model_input(before, image, after, tokenizer=tokenizer, image_processor=processor)
 
     def example(image: PIL.Image.Image, kind: str) -> tinker.Datum:
-        """Question, image and answer. Only the answer has weights, so only it is learned."""
+        """Image, question and answer. Only the answer has weights, so only it is learned."""
         asked, answer = prompt(image), tokenizer.encode(f"{kind}<|im_end|>", add_special_tokens=False)
         before = asked.length - 1
         return tinker.Datum(
@@ -148,7 +151,7 @@ async def _(answers, sampler, side, upload):
     import io
 
     mo.stop(not upload.value)
-    given_picture = PIL.Image.open(io.BytesIO(upload.contents())).convert("RGB")
+    given_picture = as_rgb(PIL.Image.open(io.BytesIO(upload.contents())))
     given_picture.thumbnail((side, side))
     (reply,) = await answers([given_picture], sampler)
     mo.hstack([mo.image(given_picture.resize((96, 96))), reply], justify="start")

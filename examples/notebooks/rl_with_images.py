@@ -68,7 +68,10 @@ class ColorSquare:
 @app.cell
 async def _(model):
     service = tinker.ServiceClient(display_name="rl_with_images")
-    client = await service.create_lora_training_client_async(base_model=model, rank=32, seed=0)
+    layout = tinker.PromptLayout("picture-first")  # so that the console's playground asks what is trained
+    client = await service.create_lora_training_client_async(
+        base_model=model, rank=32, seed=0, user_metadata=layout.as_metadata()
+    )
     chat = rl.Chat.of(client)  # the model's own chat template
     rng = np.random.default_rng(0)
 

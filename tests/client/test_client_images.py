@@ -1,15 +1,19 @@
-"""`image_chunk`: the file that is sent shows HF's processor what it would see anyway, and the count is HF's."""
+"""`image_chunk`: the file that is sent shows every reader what users see in a viewer, and the count is HF's."""
 
 import functools
+import struct
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import numpy.typing as npt
 import PIL.Image
+import PIL.ImageOps
 import pytest
-from tinker_local.client import image_chunk
+from tinker_local.backend.rendering.decoding import decode_image
+from tinker_local.client import as_rgb, image_chunk
 from tinker_local.types import InvalidRequestError
 from transformers import Qwen2VLImageProcessor
 from transformers.image_utils import load_image
@@ -56,8 +60,14 @@ def rgb_with_transparent_colour() -> bytes:
     return file_of(rgb(), "png", transparency=(0, 0, 0))
 
 
-def gray16() -> PIL.Image.Image:
-    return PIL.Image.fromarray(np.arange(30 * 40, dtype=np.uint16).reshape(30, 40))
+def gray16(kind: str = "<u2") -> PIL.Image.Image:
+    return PIL.Image.fromarray((np.arange(30 * 40).reshape(30, 40) * 54).astype(kind))
+
+
+def pgm(most: int) -> bytes:
+    """Grey of 0 to `most` in two bytes."""
+    values = (np.arange(30 * 40) * most // 1199).astype(">u2")
+    return b"P5\n40 30\n%d\n" % most + values.tobytes()
 
 
 def adobe_cmyk() -> bytes:
@@ -76,7 +86,8 @@ IMAGES: dict[str, Callable[[], PIL.Image.Image | bytes]] = {
     "YCbCr": lambda: rgb().convert("YCbCr"),
     "HSV": lambda: rgb().convert("HSV"),
     "I;16": gray16,
-    "I": lambda: gray16().convert("I"),
+    "I;16B": lambda: gray16(">u2"),
+    "I": lambda: gray16("<i4"),
     "PNG RGB": lambda: file_of(rgb(), "png"),
     "PNG L": lambda: file_of(rgb().convert("L"), "png"),
     "PNG RGBA": lambda: file_of(with_alpha("RGB"), "png"),
@@ -93,6 +104,19 @@ IMAGES: dict[str, Callable[[], PIL.Image.Image | bytes]] = {
     "GIF": lambda: file_of(rgb(), "gif"),
     "BMP": lambda: file_of(rgb(), "bmp"),
     "TIFF 16 bit": lambda: file_of(gray16(), "tiff"),
+    "TIFF 16 bit big-endian": lambda: file_of(gray16(">u2"), "tiff"),
+    "TIFF 32 bit": lambda: file_of(gray16("<i4"), "tiff"),
+    "PGM 16 bit": lambda: pgm(65535),
+    "PGM 12 bit": lambda: pgm(4095),
+    "PNG 16 bit with a transparent value": lambda: file_of(gray16(), "png", transparency=540),
+    "PNG L with a transparent value": lambda: file_of(rgb().convert("L"), "png", transparency=9),
+    "PNG 1 with a transparent value": lambda: file_of(rgb().convert("1"), "png", transparency=0),
+    "PNG P with alphas": lambda: file_of(rgb().quantize(16), "png", transparency=bytes(range(0, 256, 16))),
+    "palette of RGBA": lambda: with_alpha("RGB").quantize(16),
+    "GIF with a transparent colour": lambda: file_of(rgb().quantize(16), "gif", transparency=3),
+    "WEBP RGBA": lambda: file_of(with_alpha("RGB"), "webp", lossless=True),
+    "TIFF RGBA": lambda: file_of(with_alpha("RGB"), "tiff"),
+    "BMP RGBA": lambda: file_of(with_alpha("RGB"), "bmp"),
 }
 
 
@@ -100,20 +124,43 @@ def opened(image: PIL.Image.Image | bytes) -> PIL.Image.Image:
     return PIL.Image.open(BytesIO(image)) if isinstance(image, bytes) else image
 
 
+def seen(image: PIL.Image.Image) -> npt.NDArray[np.uint8]:
+    """What a viewer shows on white, by numpy: uint8 [H, W, 3]."""
+    upright = PIL.ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I"):
+        values = np.asarray(upright).astype(np.int64)
+        grey = np.where(values == upright.info.get("transparency"), 255, values // 256)
+        return np.repeat(grey[..., None], 3, -1).astype(np.uint8)
+    if not image.has_transparency_data:
+        return np.asarray(upright.convert("RGB"))
+    rgba = np.asarray(upright.convert("RGBA"), np.float64)
+    alpha = rgba[..., 3:] / 255
+    return np.rint(rgba[..., :3] * alpha + 255 * (1 - alpha)).astype(np.uint8)
+
+
+@pytest.mark.mutation(
+    "transparent-colour-sent-raw",
+    "encode_images.py",
+    " and not opened.has_transparency_data:",
+    ":",
+    cases=("PNG RGB with a transparent colour",),
+)
 @pytest.mark.parametrize("name", IMAGES)
-@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
-def test_hf_sees_in_the_chunk_what_it_sees_in_the_image(name: str, processor: Qwen2VLImageProcessor) -> None:
+def test_every_reader_sees_in_the_chunk_what_a_viewer_shows(name: str, processor: Qwen2VLImageProcessor) -> None:
     image = IMAGES[name]()
-    expected = load_image(opened(image))
+    pixels = seen(opened(image))
+    expected = PIL.Image.fromarray(pixels)
     chunk = image_chunk(image, processor)
-    assert np.array_equal(np.asarray(load_image(opened(chunk.data))), np.asarray(expected))
+    assert np.array_equal(np.asarray(as_rgb(opened(image))), pixels)
+    assert np.array_equal(np.asarray(decode_image(chunk.data)), pixels)  # the server
+    assert np.array_equal(np.asarray(load_image(opened(chunk.data))), pixels)
     here = processor(images=[opened(chunk.data)], return_tensors="np")
     there = processor(images=[expected], return_tensors="np")
     assert np.array_equal(here["pixel_values"], there["pixel_values"])
     assert chunk.expected_tokens == there["image_grid_thw"].prod() // 4
 
 
-@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "LA", "CMYK", "1"])
+@pytest.mark.parametrize("mode", ["L", "P", "CMYK", "1"])
 def test_hf_sees_the_same_without_load_image(mode: str, processor: Qwen2VLImageProcessor) -> None:
     image = IMAGES[mode]()
     sent = opened(image_chunk(image).data)
@@ -140,8 +187,8 @@ def test_expected_tokens_is_what_hf_gives(size: tuple[int, int], processor: Qwen
 @pytest.mark.mutation(
     "client-ignores-rotation",
     "encode_images.py",
-    'PIL.ImageOps.exif_transpose(image).convert("RGB")',
-    'image.convert("RGB")',
+    "if found and upright and",
+    "if found and",
 )
 def test_a_rotated_image_is_counted_as_it_is_seen(processor: Qwen2VLImageProcessor) -> None:
     exif = PIL.Image.Exif()
@@ -227,6 +274,24 @@ def test_any_other_file_is_encoded_as_asked(name: str, format: str) -> None:
     assert sent.getexif().get(ORIENTATION, 1) == 1
 
 
+def pack_12_bits(values: npt.NDArray[np.uint16]) -> bytes:
+    first, second = values[::2], values[1::2]
+    return np.stack([first >> 4, (first & 15) << 4 | second >> 8, second & 255], -1).astype(np.uint8).tobytes()
+
+
+@pytest.mark.parametrize("bits", [12, 16])
+def test_a_tiff_of_12_bits_is_not_dark(bits: int) -> None:
+    """Pillow gives both as 16 bits; microscopes and cameras write 12."""
+    values = np.arange(0, 1 << bits, 1 << (bits - 8), dtype=np.uint16)
+    packed = values.tobytes() if bits == 16 else pack_12_bits(values)
+    tags = {256: (3, 256), 257: (3, 1), 258: (3, bits), 259: (3, 1), 262: (3, 1), 273: (4, 8), 277: (3, 1)}
+    tags |= {278: (3, 1), 279: (4, len(packed))}
+    data = b"II*\0" + struct.pack("<I", 8 + len(packed)) + packed + struct.pack("<H", len(tags))
+    data += b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, (kind, value) in tags.items()) + bytes(4)
+    assert opened(data).mode == "I;16"
+    assert np.array_equal(np.asarray(as_rgb(opened(data)))[0, :, 0], np.arange(256))
+
+
 def test_jpeg_stays_close_to_the_pixels() -> None:
     sent = np.asarray(opened(image_chunk(rgb(), image_format="jpeg").data), np.int64)
     assert np.abs(sent - np.asarray(rgb(), np.int64)).mean() < 4
@@ -243,7 +308,7 @@ def test_equal_pixels_give_equal_files() -> None:
 def test_uint8_arrays_are_pixels(shape: tuple[int, ...]) -> None:
     array = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     sent = np.asarray(opened(image_chunk(array).data))
-    expected = np.repeat(array[..., None], 3, -1) if array.ndim == 2 else array[..., :3]
+    expected = seen(PIL.Image.fromarray(array))
     assert np.array_equal(sent, expected)
     flipped = np.asarray(opened(image_chunk(array[::-1, ::-1]).data))  # not contiguous
     assert np.array_equal(flipped, expected[::-1, ::-1])
@@ -261,6 +326,10 @@ def test_uint8_arrays_are_pixels(shape: tuple[int, ...]) -> None:
         (np.zeros((0, 4, 3), np.uint8), "empty"),
         (PIL.Image.new("RGB", (0, 3)), r"empty \(0 x 3 pixels\)"),
         (PIL.Image.new("F", (3, 3)), "mode F"),
+        (PIL.Image.new("I", (3, 3), 70_000), "integers from 70000 to 70000 .* no agreed range"),
+        (PIL.Image.new("I", (3, 3), -1), "no agreed range"),
+        (PIL.Image.new("I", (3, 3), 200), r"integers from 200 to 200 .*mode L\), or to 16 \(mode I;16\)"),
+        (file_of(PIL.Image.new("I", (3, 3), 70_000), "tiff"), "no agreed range"),
         (b"", "0 bytes"),
         (b"GIF87 no, this is text", "22 bytes, beginning with 47 49 46"),
         (file_of(rgb(), "png")[:-60], "no image that can be read"),

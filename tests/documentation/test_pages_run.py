@@ -15,8 +15,8 @@ from tests.documentation.pages import DOCS, ROOT, RUN, Block, blocks
 SECONDS = 600
 """That a page may take on a busy machine."""
 
-CLONE = [".venv", "Makefile", "examples", "packages", "pyproject.toml", "scripts", "uv.lock"]
-"""What the commands of the pages need of a clone."""
+CLONE = [".venv", "Makefile", "examples", "packages", "pyproject.toml", "scripts", "tests", "uv.lock"]
+"""What the commands of the pages, and AFTERWARDS, need of a clone."""
 
 BEGINNING = """
 set -euo pipefail
@@ -41,6 +41,7 @@ PRINTED = {
     "first-ten-minutes": [r"^loss \d", r"^tinker://\S+/weights/first$", r"fake/bi"],
     "your-own-pictures": [
         r"held-out accuracy",
+        *(rf"^{way}: \d+ of \d+ held-out pictures are right" for way in ("chat", "ask.py", "the playground")),
         r"checked: PEFT and the trainer differ by",
         r"checked: transformers and the trainer differ by",
         r"^Qwen3VLForConditionalGeneration \d+$",
@@ -50,6 +51,11 @@ PRINTED = {
     "for-a-team": [r"^tinker_local_build_info"],
 }
 """What shows that the blocks of a page did what they are for."""
+
+AFTERWARDS = {
+    "your-own-pictures": '.venv/bin/python -m tests.documentation.ask_held_out http://127.0.0.1:8000 "Which sign?"\n'
+}
+"""What the tests run while a page's server still goes on."""
 
 
 def script(page: Path, port: int) -> str:
@@ -67,7 +73,8 @@ def script(page: Path, port: int) -> str:
         return text
 
     run = [block for block in blocks(page) if block.language in ("sh", "python") and block.not_run is None]
-    return BEGINNING + "\n".join(f"echo '== line {block.line}' >&2\n{part(block)}" for block in run)
+    after = AFTERWARDS.get(page.stem, "").replace("127.0.0.1:8000", f"127.0.0.1:{port}")
+    return BEGINNING + "\n".join(f"echo '== line {block.line}' >&2\n{part(block)}" for block in run) + after
 
 
 def free_port() -> int:

@@ -1,5 +1,7 @@
 """`tinker-local chat` against a server, as a program that reads lines and as a person at a terminal."""
 
+import base64
+import io
 import os
 import pty
 import socket
@@ -7,10 +9,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from click.testing import CliRunner, Result
 from PIL import Image
+from tinker_local import client
 from tinker_local.backend.cli.main import main
 from tinker_local.backend.http.server import LoopbackServer
 
@@ -47,8 +52,8 @@ def test_pictures_stay_in_the_conversation_until_reset_on_fakes(loopback_server:
     (plain,) = replies(chat(loopback_server, "hi\n", "--system", "be"))
     (option,) = replies(chat(loopback_server, "hi\n", "--image", str(picture)))
     assert option != plain
-    asked = f"/image {picture}\nhi\nhi\n\n/reset\nhi\n/quit\nnever\n"
-    assert replies(chat(loopback_server, asked, "--system", "be")) == [option, option, plain]
+    lines = f"/image {picture}\nhi\nhi\n\n/reset\nhi\n/quit\nnever\n"
+    assert replies(chat(loopback_server, lines, "--system", "be")) == [option, option, plain]
 
 
 @pytest.mark.parametrize(
@@ -57,6 +62,8 @@ def test_pictures_stay_in_the_conversation_until_reset_on_fakes(loopback_server:
         ("/image nothing.png\n", "nothing.png: No such file"),
         ("/image\n", "the file is missing"),
         (f"/image {__file__}\n", "neither a PNG nor a JPEG"),
+        ("/text\n", "the text is missing"),
+        ("/send\n", "there is nothing to send"),
         ("/what\n", "/what is not a command"),
         ("\u4f60\n", "the fake has no token"),
     ],
@@ -116,3 +123,72 @@ def test_at_a_terminal_an_error_does_not_end_the_conversation_on_fakes(loopback_
     assert os.waitstatus_to_exitcode(status) == 0, bytes(shown)
     assert b"/what is not a command" in shown
     assert shown.count(b"> ") >= 3
+
+
+def asked(
+    server: LoopbackServer, monkeypatch: pytest.MonkeyPatch, lines: str, *arguments: str, model: str = MODEL
+) -> tuple[list[list[Any]], str]:
+    """The content of each message of the user, a picture as its size; and what the command prints beside replies."""
+    bodies: list[dict[str, Any]] = []
+    real = httpx.Client.stream
+
+    def stream(self: httpx.Client, *given: Any, **options: Any) -> Any:
+        bodies.append(options["json"])
+        return real(self, *given, **options)
+
+    monkeypatch.setattr(httpx.Client, "stream", stream)
+    options = ["--url", server.url, "--api-key", server.api_key, "--max-tokens", "2"]
+    result = CliRunner().invoke(main, ["chat", model, *options, *arguments], input=lines)
+    assert result.exit_code == 0, result.output
+
+    def part(one: dict[str, Any]) -> Any:
+        if one["type"] == "text":
+            return one["text"]
+        return Image.open(io.BytesIO(base64.b64decode(one["image_url"]["url"].partition(",")[2]))).size
+
+    contents = [body["messages"][-1]["content"] for body in bodies]
+    return [[content] if isinstance(content, str) else [*map(part, content)] for content in contents], result.stderr
+
+
+@pytest.mark.mutation(
+    "chat-ignores-the-order", "chat_command.py", "in_order(self._parts, self._layout.order), []", "self._parts, []"
+)
+def test_parts_are_sent_in_the_order_given_or_chosen_on_fakes(
+    loopback_server: LoopbackServer, picture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown, lines = (32, 32), f"/image {picture}\nhi\n/text a\n/image {picture}\n/text b\n/image {picture}\n/send\nhi\n"
+    given, _ = asked(loopback_server, monkeypatch, lines)
+    assert given == [[shown, "hi"], ["a", shown, "b", shown], ["hi"]]
+    first, _ = asked(loopback_server, monkeypatch, lines, "--order", "picture-first")
+    assert first == [[shown, "hi"], [shown, shown, "a", "b"], ["hi"]]
+    last, _ = asked(loopback_server, monkeypatch, lines, "--order", "text-first")
+    assert last == [["hi", shown], ["a", "b", shown, shown], ["hi"]]
+    option, _ = asked(loopback_server, monkeypatch, "hi\n", "--image", str(picture), "--order", "text-first")
+    assert option == [["hi", shown]]
+
+
+@pytest.mark.mutation(
+    "chat-sends-larger-pictures",
+    "chat_command.py",
+    "if max(width, height) <= side:",
+    "if max(width, height) <= side * 99:",
+)
+def test_a_checkpoint_is_asked_as_it_was_trained_unless_told_otherwise_on_fakes(
+    loopback_server: LoopbackServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = client.ServiceClient(base_url=loopback_server.url, api_key=loopback_server.api_key)
+    layout = client.PromptLayout("text-first", 32).as_metadata()
+    run = service.create_lora_training_client(MODEL, rank=2, user_metadata=layout).result()
+    path = run.save_weights_for_sampler("final").result().path
+    for name, size in (("large", (96, 48)), ("small", (20, 10))):
+        Image.new("RGB", size, "red").save(tmp_path / f"{name}.png")
+    lines = f"/image {tmp_path}/large.png\nhi\n/image {tmp_path}/small.png\nhi\n"
+    as_trained, said = asked(loopback_server, monkeypatch, lines, model=path)
+    assert as_trained == [["hi", (32, 16)], ["hi", (20, 10)]]
+    assert "large.png: sent as 32 x 16 pixels instead of 96 x 48" in said
+    assert "small.png" not in said
+    chosen, said = asked(loopback_server, monkeypatch, lines, "--order", "given", "--side", "0", model=path)
+    assert chosen == [[(96, 48), "hi"], [(20, 10), "hi"]]
+    assert said == ""
+    base, _ = asked(loopback_server, monkeypatch, lines, "--side", "16")
+    assert base == [[(16, 8), "hi"], [(16, 8), "hi"]]

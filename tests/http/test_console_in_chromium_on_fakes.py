@@ -1,5 +1,7 @@
 """The console in a real Chromium: what it shows, that texts stay texts, and that a keyboard is enough."""
 
+import base64
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.models.load_engines import load_fake
 
 from tests.conftest import Server
+from tests.documentation.ask_held_out import playground_body
 from tests.http.chromium import CHROMIUM, Browser
 
 pytestmark = [
@@ -129,6 +132,86 @@ def test_the_playground_streams_text_and_pictures_of_two_models_on_fakes(
     stayed_here(browser, fake_server.url)
 
 
+WATCH = """window.sent = []; const real = fetch; window.fetch = (path, options) => {
+    const body = options.body ? JSON.parse(options.body) : {};
+    if (body.messages) sent.push(body);
+    return real(path, options);
+}"""
+"""Remembers the messages that the page sends."""
+
+
+def ask_with(browser: Browser, steps: tuple[str, ...], picture: Path) -> list[tuple[str, tuple[int, ...] | str]]:
+    """The parts of the message that the playground sends after these steps: pictures by their size, and texts."""
+    for step in steps:
+        if step == "picture":
+            browser.choose_files("#files", [picture])
+            browser.until("document.querySelectorAll('.thumbs img').length === 1")
+        else:
+            browser.js("document.querySelector('#message').focus()")
+            browser.write(step)
+    browser.js("sent.length = 0; document.querySelector('#temperature').value = '0'")
+    browser.press("Enter", 13, modifiers=2)
+    browser.until("sent.length === 1 && document.querySelectorAll('article[aria-busy=true]').length === 0")
+    found: list[tuple[str, tuple[int, ...] | str]] = []
+    body = browser.js("sent[0]")
+    content = body["messages"][-1]["content"]
+    assert {**body, "messages": []} == {**playground_body(body["model"], content), "messages": []}
+    for part in content:
+        if part["type"] == "text":
+            found.append(("text", part["text"]))
+        else:
+            data = base64.b64decode(part["image_url"]["url"].partition(",")[2])
+            found.append(("picture", Image.open(io.BytesIO(data)).size))
+    return found
+
+
+@pytest.mark.mutation(
+    "playground-ignores-the-order", "console/conversation.js", "inOrder(turn.parts, order)", "turn.parts"
+)
+def test_the_playground_keeps_the_order_given_or_chosen_or_trained_and_the_trained_size_on_fakes(
+    browser: Browser, fake_server: Server, tmp_path: Path
+) -> None:
+    Image.new("RGB", (96, 48), "red").save(tmp_path / "red.png")
+    paths = {}
+    with client.ServiceClient(base_url=fake_server.url) as service:
+        for order, side in (("picture-first", None), ("text-first", 32)):
+            layout = client.PromptLayout(order, side).as_metadata()
+            run = service.create_lora_training_client("fake/bigram", rank=2, user_metadata=layout).result()
+            paths[order] = run.save_weights_for_sampler("final").result().path
+    file, whole, small = tmp_path / "red.png", ("picture", (96, 48)), ("picture", (32, 16))
+    given, hi = {"picture": ("picture", "hi"), "text": ("hi", "picture")}, ("text", "hi")
+
+    def opened(model: str) -> None:
+        browser.open(f"{fake_server.url}/#view=checkpoints", "document.querySelector('tbody tr')")
+        address = f"{fake_server.url}/#view=playground&model={model}"
+        browser.open(address, f"document.querySelector('#first')?.value === {json.dumps(model)}")
+        browser.js(WATCH)
+
+    opened("fake/bigram")
+    assert ask_with(browser, given["picture"], file) == [whole, hi]
+    assert ask_with(browser, given["text"], file) == [hi, whole]
+    browser.js("document.querySelector('#order').value = 'text-first'")
+    assert ask_with(browser, given["picture"], file) == [hi, whole]
+    opened(paths["picture-first"])
+    browser.until("document.body.innerText.includes('Trained with pictures before the text.')")
+    assert ask_with(browser, given["text"], file) == [whole, hi]
+    opened(paths["text-first"])
+    browser.until("document.body.innerText.includes('after the text and pictures of at most 32 pixels a side.')")
+    browser.choose_files("#files", [file])
+    browser.until("document.body.innerText.includes('the text, red.png (32 x 16 pixels instead of 96 x 48)')")
+    browser.js("document.querySelector('.thumbs button').click()")
+    assert ask_with(browser, given["picture"], file) == [hi, small]
+    browser.js("document.querySelector('#side').value = '0'; document.querySelector('#order').value = 'picture-first'")
+    assert ask_with(browser, given["text"], file) == [whole, hi]
+    browser.open(f"{fake_server.url}/#view=checkpoints", "document.querySelector('tbody tr')")
+    row = f"[...document.querySelectorAll('tr')].find((row) => row.innerText.includes('{paths['text-first']}'))"
+    browser.js(f"{row}.querySelector('button').click()")
+    browser.until("document.body.innerText.includes('tinker_local.prompt_order')")
+    browser.open(f"{fake_server.url}/#run={paths['text-first'].split('/')[2]}", "document.querySelector('.facts dd')")
+    browser.until("document.body.innerText.includes('tinker_local.picture_side')")
+    stayed_here(browser, fake_server.url)
+
+
 def tabbed(browser: Browser, most: int) -> list[str]:
     """What Tab reaches from the top of the page: ids or texts, all with a visible focus."""
     found: list[str] = []
@@ -155,9 +238,9 @@ def test_a_keyboard_reaches_every_control_on_fakes(
     browser.press("Enter", 13, "\r")
     browser.until("location.hash.startsWith('#run=') && document.querySelector('figure polyline')")
     browser.open(f"{fake_server.url}/#view=playground", "document.querySelector('#first option')")
-    found = tabbed(browser, 17)
-    of_view = ["first", "both", "kind", "system", "tokens", "temperature", "top-p", "seed", "message", "files"]
-    assert found[5:] == [*of_view, "Send", "New conversation"]
+    found = tabbed(browser, 19)
+    of_view = ["first", "both", "kind", "system", "order", "side", "tokens", "temperature", "top-p", "seed"]
+    assert found[5:] == [*of_view, "message", "files", "Send", "New conversation"]
     unnamed = "[...document.querySelectorAll('input, select, textarea')].filter((one) => !one.labels.length).length"
     assert browser.js(f"{unnamed} === document.querySelectorAll('dialog input:not([id])').length")
 

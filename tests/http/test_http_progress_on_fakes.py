@@ -1,10 +1,12 @@
 """What a run has done: its numbers, its curve, what programs add to that, and `tinker-local status`."""
 
+import itertools
 import math
 import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tinker
 from click.testing import CliRunner
@@ -12,7 +14,7 @@ from tinker_local import client
 from tinker_local.backend.cli.main import main
 from tinker_local.backend.http import progress_routes
 from tinker_local.backend.storage import curves
-from tinker_local.types import Datum, ModelInput
+from tinker_local.types import Datum, ModelInput, TensorData
 
 from tests.conftest import Server
 from tests.http.conftest import Api, StartApi
@@ -35,7 +37,10 @@ async def lines_of(api: Api, model: str, after: int = 0) -> list[dict[str, Any]]
 
 
 @pytest.mark.mutation(
-    "loss-of-masked-targets", "training_commands.py", "loss.active(datum.loss_inputs).sum()", "datum.target_tokens.size"
+    "loss-over-targets",
+    "losses/loss.py",
+    '        if "weights" in self.inputs:\n',
+    "        if False:\n",
 )
 @pytest.mark.mutation(
     "loss-of-all-steps", "run_progress.py", "        self.gradient_ended()\n        return", "        return"
@@ -55,10 +60,41 @@ async def test_a_run_knows_its_steps_tokens_loss_and_learning_rate_on_fakes(star
     assert found["last"]["learning_rate"] == 0.5
     assert found["last"]["loss"] == pytest.approx(second.metrics["loss:sum"] / 2)
     begun, ended = await lines_of(api, model)
-    assert begun["loss"] == pytest.approx(2 * first.metrics["loss:sum"] / 6)
+    assert begun["loss"] == pytest.approx(2 * first.metrics["loss:sum"] / 8)
     assert begun["gradient_norm"] == pytest.approx(stepped["metrics"]["grad_norm"])
     assert (begun["step"], begun["tokens"], begun["learning_rate"]) == (1, 8, 0.25)
     assert ended == found["last"]
+
+
+@pytest.mark.mutation(
+    "loss-of-masked-targets", "losses/loss.py", "float(self.active(inputs).sum())", 'float(inputs["logprobs"].size)'
+)
+async def test_the_loss_shown_is_what_recipes_print_on_fakes(start_api: StartApi) -> None:
+    """Weights that share 1 among the tokens of an answer made it 8.8 times lower."""
+    api = await start_api()
+    model, seq = await api.model(), itertools.count(1)
+
+    async def shown(data: list[Datum], **fields: Any) -> tuple[Any, float | None]:
+        output = await api.result(await api.gradient(model, next(seq), data, **fields))
+        await api.result(await api.step(model, next(seq)))
+        return output, (await run_of(api, model))["last"]["loss"]
+
+    weights = [[0.125, 0.0, 0.125], [0.25]]
+    data = [datum([5, 9, 20, 31], weights[0]), datum([7, 8], weights[1])]
+    output, loss = await shown(data)
+    logprobs = [one["logprobs"].to_numpy() for one in output.loss_fn_outputs]
+    nats = -sum(float(found @ np.array(given)) for found, given in zip(logprobs, weights, strict=True)) / 0.5
+    assert loss == pytest.approx(nats, rel=1e-5)
+    signed, loss = await shown([datum([5, 9, 20, 31], [2.0, 0.0, -2.0])])
+    assert loss == pytest.approx(signed.metrics["loss:sum"] / 4)  # their sum is 0
+    inputs = {
+        "target_tokens": TensorData(data=[9, 20, 31], dtype="int64"),
+        "logprobs": TensorData(data=[-1.0, -1.0, -1.0], dtype="float32"),
+        "advantages": TensorData(data=[0.5, 0.0, -3.0], dtype="float32"),
+    }
+    rewarded = Datum(model_input=ModelInput.from_ints([5, 9, 20]), loss_fn_inputs=inputs)
+    output, loss = await shown([rewarded], loss_fn="importance_sampling")
+    assert loss == pytest.approx(output.metrics["loss:sum"] / 2)
 
 
 async def test_forward_and_discarded_gradients_count_in_no_loss_on_fakes(start_api: StartApi) -> None:

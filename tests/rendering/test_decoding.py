@@ -1,4 +1,4 @@
-"""Files become the RGB image that HF's `load_image` would give, or are refused with the reason and the numbers."""
+"""Files become the RGB image that users see in a viewer, or are refused with the reason and the numbers."""
 
 import io
 import struct
@@ -8,6 +8,7 @@ import zlib
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from PIL import Image
 from tinker_local.backend.rendering.decoding import ImageError, PixelBudget, decode_image
@@ -20,7 +21,15 @@ def load_with_hf(data: bytes) -> Image.Image:
     return result
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P", "LA", "1"])
+def load_with_vllm(data: bytes) -> Image.Image:
+    """What `vllm serve` shows its models."""
+    from vllm.multimodal.media.image import ImageMediaIO
+
+    result: Image.Image = ImageMediaIO().load_bytes(data).media
+    return result
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "1"])
 def test_png_modes_are_what_hf_makes_of_them(pictures: Any, mode: str) -> None:
     image = pictures.noise(40, 30, mode) if mode != "1" else pictures.noise(40, 30, "L").convert("1")
     data = pictures.file(image)
@@ -36,13 +45,61 @@ def test_jpeg_modes_are_what_hf_makes_of_them(pictures: Any, mode: str) -> None:
     assert np.array_equal(np.asarray(decode_image(data)), np.asarray(load_with_hf(data)))
 
 
-def test_a_palette_with_a_transparent_colour_keeps_its_colours(pictures: Any) -> None:
-    data = pictures.file(pictures.noise(40, 30, "P"), transparency=3)
-    assert np.array_equal(np.asarray(decode_image(data)), np.asarray(load_with_hf(data)))
+def transparent_files(pictures: Any) -> dict[str, bytes]:
+    """By kind, PNG files with transparent pixels."""
+    grey, colours = pictures.noise(40, 30, "L"), pictures.noise(40, 30, "RGB")
+    colours.putpixel((0, 0), (1, 2, 3))
+    return {
+        "RGBA": pictures.file(pictures.noise(40, 30, "RGBA")),
+        "LA": pictures.file(pictures.noise(40, 30, "LA")),
+        "P with one transparent colour": pictures.file(pictures.noise(40, 30, "P"), transparency=3),
+        "P with an alpha for each colour": pictures.file(pictures.noise(40, 30, "P"), transparency=bytes(range(256))),
+        "L with a transparent value": pictures.file(grey, transparency=grey.getpixel((0, 0))),
+        "RGB with a transparent colour": pictures.file(colours, transparency=(1, 2, 3)),
+        "1 with a transparent value": pictures.file(grey.convert("1"), transparency=0),
+    }
+
+
+def on_white(data: bytes) -> npt.NDArray[np.uint8]:
+    rgba = np.asarray(Image.open(io.BytesIO(data)).convert("RGBA"), np.float64)
+    alpha = rgba[..., 3:] / 255
+    return np.rint(rgba[..., :3] * alpha + 255 * (1 - alpha)).astype(np.uint8)
 
 
 @pytest.mark.mutation(
-    "rotation-ignored", "decoding.py", 'ImageOps.exif_transpose(opened).convert("RGB")', 'opened.convert("RGB")'
+    "hidden-colours-shown",
+    "types/pictures.py",
+    "    if not image.has_transparency_data:\n",
+    "    if True:\n",
+)
+def test_transparent_pixels_show_white_and_not_the_colours_hidden_below_them(pictures: Any) -> None:
+    for kind, data in transparent_files(pictures).items():
+        decoded, expected = np.asarray(decode_image(data)), on_white(data)
+        assert np.array_equal(decoded, expected), kind
+        assert not np.array_equal(decoded, np.asarray(load_with_hf(data))), kind
+
+
+def test_pixels_are_those_that_vllm_serve_shows(pictures: Any) -> None:
+    files = transparent_files(pictures)
+    del files["RGB with a transparent colour"]  # vLLM 0.32 leaves RGB as it is, without a look at its transparency
+    for mode in ("RGB", "L", "P"):
+        files[mode] = pictures.file(pictures.noise(40, 30, mode))
+    for kind, data in files.items():
+        assert np.array_equal(np.asarray(decode_image(data)), np.asarray(load_with_vllm(data))), kind
+
+
+def test_two_drawings_on_a_transparent_ground_are_two_pictures() -> None:
+    y, x = np.mgrid[:64, :96]
+    shapes = [(x - 48) ** 2 + (y - 32) ** 2 < 400, abs(x - 48) < 20]
+    pixels = [np.stack([0 * x, 0 * x, 0 * x, 255 * shape], -1).astype(np.uint8) for shape in shapes]
+    for drawing, shape in zip(pixels, shapes, strict=True):
+        buffer = io.BytesIO()
+        Image.fromarray(drawing).save(buffer, "PNG")
+        assert np.array_equal(np.asarray(decode_image(buffer.getvalue()))[..., 0] == 0, shape)
+
+
+@pytest.mark.mutation(
+    "rotation-ignored", "types/pictures.py", "upright = ImageOps.exif_transpose(image)", "upright = image"
 )
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_rotation_is_applied_as_hf_does(pictures: Any, orientation: int) -> None:
@@ -53,6 +110,16 @@ def test_exif_rotation_is_applied_as_hf_does(pictures: Any, orientation: int) ->
         decoded = decode_image(data)
         assert decoded.size == ((30, 40) if orientation >= 5 else (40, 30))
         assert np.array_equal(np.asarray(decoded), np.asarray(load_with_hf(data)))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "I;16"])
+def test_what_is_converted_is_rotated_too(pictures: Any, mode: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    deep = Image.fromarray(np.arange(1200, dtype=np.uint16).reshape(30, 40) * 50)
+    image = deep if mode == "I;16" else pictures.noise(40, 30, mode)
+    turned, plain = (np.asarray(decode_image(pictures.file(image, **options))) for options in ({"exif": exif}, {}))
+    assert np.array_equal(turned, np.rot90(plain, -1))
 
 
 def test_the_first_frame_of_an_animation_counts(pictures: Any) -> None:
@@ -124,11 +191,27 @@ def test_damaged_pixels_are_refused(pictures: Any) -> None:
         decode_image(bytes(data))
 
 
-def test_16_bits_of_grey_are_refused_because_pil_would_clip_them_to_white() -> None:
-    buffer = io.BytesIO()
-    Image.fromarray(np.full((10, 10), 30_000, np.uint16)).save(buffer, "PNG")
-    with pytest.raises(ImageError, match=r"10x10 pixels: mode I;16 .* send 8 bits per channel"):
-        decode_image(buffer.getvalue())
+@pytest.mark.mutation(
+    "deep-grey-clipped",
+    "types/pictures.py",
+    'if image.mode.startswith("I"):',
+    "if False:",
+)
+def test_16_bits_of_grey_are_scaled_as_16_bits_of_colour_are(pictures: Any) -> None:
+    values = np.arange(1200, dtype=np.uint16).reshape(30, 40) * 54
+    decoded = np.asarray(decode_image(pictures.file(Image.fromarray(values))))
+    assert np.array_equal(decoded, np.repeat((values >> 8)[..., None], 3, -1))
+    data = b"".join(b"\0" + np.repeat(row, 3).astype(">u2").tobytes() for row in values)
+    header = struct.pack(">IIBBBBB", 40, 30, 16, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(data)), (b"IEND", b""))
+    colour = b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*one) for one in chunks)
+    assert np.array_equal(np.asarray(decode_image(colour)), decoded)
+
+
+def test_a_transparent_value_of_16_bits_shows_white(pictures: Any) -> None:
+    values = np.arange(1200, dtype=np.uint16).reshape(30, 40) * 54
+    decoded = np.asarray(decode_image(pictures.file(Image.fromarray(values), transparency=540)))
+    assert np.array_equal(decoded[..., 0], np.where(values == 540, 255, values >> 8))
 
 
 @pytest.mark.mutation("scans-without-bound", "decoding.py", "MAX_SCANS = 64\n", "MAX_SCANS = 10**9\n")

@@ -2,8 +2,8 @@
 
 `import tinker_local.client as tinker` runs a program written for the SDK. The module has every public name of `tinker`,
 and they are the SDK's own objects. Only `ServiceClient`, `RestClient` and `AdminClient` are subclasses, which connect
-to a local server by default. `model_input`, `text_chunk`, `image_chunk`, `log_metrics` and `use_served_names` are
-additions.
+to a local server by default. `model_input`, `text_chunk`, `image_chunk`, `as_rgb`, `PromptLayout`,
+`log_metrics` and `use_served_names` are additions.
 """
 
 import tinker as _sdk
@@ -80,7 +80,9 @@ from tinker_local.client.loopback import LoopbackBackend as LoopbackBackend
 from tinker_local.client.loopback import LoopbackServer as LoopbackServer
 from tinker_local.client.run_metrics import log_metrics as log_metrics
 from tinker_local.client.served_names import use_served_names as use_served_names
+from tinker_local.types import PromptLayout as PromptLayout
+from tinker_local.types import as_rgb as as_rgb
 
-__all__ = ["LoopbackBackend", "LoopbackServer", "image_chunk", "log_metrics", "model_input", "text_chunk"]
-__all__ += ["use_served_names"]
+__all__ = ["LoopbackBackend", "LoopbackServer", "PromptLayout", "as_rgb", "image_chunk", "log_metrics"]
+__all__ += ["model_input", "text_chunk", "use_served_names"]
 __all__ += _sdk.__all__

@@ -1,8 +1,7 @@
 """Images of any kind → `ImageChunk`: the file that is sent, and its number of positions.
 
-The server and its HF image processor must see the pixels of `transformers.image_utils.load_image`: EXIF rotation
-applied, then PIL's conversion to RGB (alpha dropped, palettes resolved, grayscale repeated, 16-bit grayscale clipped at
-255). Files whose pixels are already so are sent unchanged; everything else is converted here.
+Whatever reads the file must see the pixels of `tinker_local.types.as_rgb`: upright, transparency on white, 16 bits of
+grey scaled to 8. Files whose pixels are already so are sent unchanged; everything else is converted here.
 """
 
 from dataclasses import dataclass
@@ -13,9 +12,8 @@ from typing import Any, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 import PIL.Image
-import PIL.ImageOps
 import tinker
-from tinker_local.types import InvalidRequestError, image_format
+from tinker_local.types import InvalidRequestError, as_rgb, image_format
 from tinker_local.types.datum import ImageFormat
 
 Image: TypeAlias = PIL.Image.Image | Path | bytes | bytearray | memoryview | npt.NDArray[np.uint8]
@@ -31,8 +29,8 @@ def image_chunk(
 ) -> tinker.types.ImageChunk:
     """`image` as a chunk of the SDK. It covers the image's positions only, not the marks around them.
 
-    A PNG or JPEG file that is RGB and not rotated by EXIF is sent unchanged, byte for byte. Everything else is
-    re-encoded as `image_format`: PNG (lossless) or JPEG (quality 95, full chroma).
+    A PNG or JPEG file that is RGB, opaque and not rotated by EXIF is sent unchanged, byte for byte. Everything else is
+    converted by `as_rgb` and encoded as `image_format`: PNG (lossless) or JPEG (quality 95, full chroma).
 
     `image_processor` counts `expected_tokens` as the server does: the base model's HF processor, e.g. from
     AutoImageProcessor. It needs `merge_size`, and `get_number_of_image_patches` or `image_grid_thw` in its output.
@@ -88,8 +86,8 @@ def _read_file(data: bytes, format: ImageFormat, where: str) -> _Picture:
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:  # what PIL's decoders raise
         start = f"{len(data)} bytes, beginning with {data[:8].hex(' ')}" if data else "0 bytes"
         raise InvalidRequestError(f"{where}: no image that can be read ({start}): {error}") from error
-    found = image_format(data)
-    if found and opened.mode == "RGB" and opened.getexif().get(EXIF_ORIENTATION, 1) == 1:
+    found, upright = image_format(data), opened.getexif().get(EXIF_ORIENTATION, 1) == 1
+    if found and upright and opened.mode == "RGB" and not opened.has_transparency_data:
         return _Picture(rgb, data, found)
     return _encode(rgb, format)
 
@@ -97,9 +95,10 @@ def _read_file(data: bytes, format: ImageFormat, where: str) -> _Picture:
 def _as_rgb(image: PIL.Image.Image, where: str) -> PIL.Image.Image:
     if 0 in image.size:
         raise InvalidRequestError(f"{where}: the image is empty ({image.width} x {image.height} pixels)")
-    if image.mode == "F":
-        raise InvalidRequestError(f"{where}: an image of floats (mode F) has no agreed range; convert it to 8 bits")
-    return PIL.ImageOps.exif_transpose(image).convert("RGB")
+    try:
+        return as_rgb(image)
+    except ValueError as error:
+        raise InvalidRequestError(f"{where}: {error}") from error
 
 
 def _from_array(array: npt.NDArray[Any], where: str) -> PIL.Image.Image:

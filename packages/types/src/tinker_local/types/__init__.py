@@ -30,6 +30,8 @@ from tinker_local.types.errors import PermissionDeniedError as PermissionDeniedE
 from tinker_local.types.errors import StorageFullError as StorageFullError
 from tinker_local.types.errors import TooManyRequestsError as TooManyRequestsError
 from tinker_local.types.errors import UnsupportedError as UnsupportedError
+from tinker_local.types.pictures import as_rgb as as_rgb
+from tinker_local.types.prompt_layout import PromptLayout as PromptLayout
 from tinker_local.types.requests_and_results import TRAIN_VISION as TRAIN_VISION
 from tinker_local.types.requests_and_results import AdamParams as AdamParams
 from tinker_local.types.requests_and_results import CopyWeightsRequest as CopyWeightsRequest

@@ -1,35 +1,45 @@
 """`tinker-local chat`: talk to a base model or a checkpoint of a running server in a terminal."""
 
 import base64
+import io
 import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import click
 from tinker_local.backend.cli.backend_options import Number, WholeNumber
 from tinker_local.backend.cli.server_client import open_client, refusal, server_options, unreachable
+from tinker_local.types import PromptLayout, as_rgb, image_format
+from tinker_local.types.prompt_layout import PromptOrder
 
 if TYPE_CHECKING:
     import httpx
 
-HELP = "/image FILE adds a picture to your next message, /reset forgets the conversation, /quit ends."
+HELP = (
+    "/image FILE adds a picture to your next message, /text TEXT a text, and /send sends it; a line is a text that is "
+    "sent at once. /reset forgets the conversation, /quit ends."
+)
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters with which a model could command the terminal."""
 
 
 class Chat:
-    """A conversation with `model` of the server behind `http`."""
+    """A conversation with `model` of the server behind `http`, in messages of the form `layout`."""
 
-    def __init__(self, http: "httpx.Client", model: str, system: str | None, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, http: "httpx.Client", model: str, system: str | None, layout: PromptLayout, settings: dict[str, Any]
+    ) -> None:
         self._http = http
         self._model = model
         self._system = system
+        self._layout = layout
         self._settings = settings
-        self.pictures: list[str] = []
+        self._parts: list[dict[str, Any]] = []
         self.reset()
 
     def reset(self) -> None:
@@ -39,23 +49,31 @@ class Chat:
             self._messages.append({"role": "system", "content": self._system})
 
     def add_picture(self, file: Path) -> None:
-        """Send a picture with the next message; click.ClickException if the file cannot be."""
-        from tinker_local.types import image_format
-
+        """Send a picture with the next message, shrunk to the layout's side; click.ClickException if the file cannot
+        be sent."""
         try:
             data = file.read_bytes()
         except OSError as error:
             raise click.ClickException(f"{file}: {error.strerror}") from None
-        if (found := image_format(data)) is None:
+        if image_format(data) is None:
             raise click.ClickException(f"{file}: neither a PNG nor a JPEG file")
-        self.pictures.append(f"data:image/{found};base64,{base64.b64encode(data).decode()}")
+        if self._layout.side is not None:
+            data = shrunk(file, data, self._layout.side)
+        url = f"data:image/{image_format(data)};base64,{base64.b64encode(data).decode()}"
+        self._parts.append({"type": "image_url", "image_url": {"url": url}})
 
-    def say(self, text: str) -> Iterator[str]:
-        """The reply as it comes; click.ClickException if there is none. What is not answered is forgotten, with its
-        pictures."""
-        pictures, self.pictures = self.pictures, []
-        parts = [{"type": "image_url", "image_url": {"url": url}} for url in pictures]
-        content: Any = [*parts, {"type": "text", "text": text}] if parts else text
+    def add_text(self, text: str) -> None:
+        """Send a text with the next message."""
+        self._parts.append({"type": "text", "text": text})
+
+    def say(self) -> Iterator[str]:
+        """The reply to what was added, as it comes; click.ClickException if there is none. What is not answered is
+        forgotten, with its pictures."""
+        parts, self._parts = in_order(self._parts, self._layout.order), []
+        if not parts:
+            raise click.ClickException("there is nothing to send")
+        only_text = all(part["type"] == "text" for part in parts)
+        content: Any = "\n".join(part["text"] for part in parts) if only_text else parts
         messages = [*self._messages, {"role": "user", "content": content}]
         reply = ""
         for piece in self._pieces({"model": self._model, "messages": messages, "stream": True, **self._settings}):
@@ -83,6 +101,33 @@ class Chat:
             raise click.ClickException(unreachable(self._http, error)) from None
 
 
+def in_order(parts: list[dict[str, Any]], order: PromptOrder | None) -> list[dict[str, Any]]:
+    """Parts of a message with all pictures before or after the texts; None: as they are."""
+    if order is None:
+        return parts
+    return sorted(parts, key=lambda part: (part["type"] == "text") == (order == "picture-first"))
+
+
+def shrunk(file: Path, data: bytes, side: int) -> bytes:
+    """A picture's file, or one of at most `side` pixels a side, as examples/image_folders.py shrinks its pictures. It
+    says so."""
+    from PIL import Image
+
+    try:
+        picture = as_rgb(Image.open(io.BytesIO(data)))
+    except Exception as error:  # PIL documents no closed set
+        raise click.ClickException(f"{file}: no picture that can be read: {error}") from None
+    width, height = picture.size
+    if max(width, height) <= side:
+        return data
+    picture.thumbnail((side, side))
+    sent = f"{picture.width} x {picture.height} pixels instead of {width} x {height}"
+    click.echo(f"{file}: sent as {sent}; --side 0 sends it as it is", err=True)
+    smaller = io.BytesIO()
+    picture.save(smaller, "PNG")
+    return smaller.getvalue()
+
+
 @click.command()
 @click.argument("checkpoint")
 @click.option(
@@ -93,39 +138,74 @@ class Chat:
     help="A picture for the first message. Repeat for more.",
 )
 @server_options
+@click.option(
+    "--order",
+    type=click.Choice(["picture-first", "text-first", "given"]),
+    help="Where the pictures of a message stand. Default: as the checkpoint was trained, if its program said so; else "
+    "as given.",
+)
+@click.option(
+    "--side",
+    type=WholeNumber(min=0),
+    help="Pixels: larger pictures are shrunk to this longest side; 0: never. Default: the side that the checkpoint was "
+    "trained with, if its program said so; else 0.",
+)
 @click.option("--system", help="A system message.")
 @click.option("--max-tokens", type=WholeNumber(min=1), help="The longest reply. Default: up to the context.")
 @click.option("--temperature", type=Number(min=0), help="Default: 1.")
 @click.option("--seed", type=int, help="Default: random.")
 def chat(
-    checkpoint: str, images: tuple[Path, ...], url: str, api_key: str, system: str | None, **settings: Any
+    checkpoint: str,
+    images: tuple[Path, ...],
+    url: str,
+    api_key: str,
+    order: str | None,
+    side: int | None,
+    system: str | None,
+    **settings: Any,
 ) -> None:
     """Chat with CHECKPOINT: a `tinker://RUN/sampler_weights/NAME` path, or a base model's name.
 
     In a terminal, it asks for one message after the other; otherwise each line of the input is one. /image FILE adds a
-    picture to the next message, /reset forgets the conversation, /quit ends.
+    picture to the next message and /text TEXT a text, in the order given, and /send sends it. /reset forgets the
+    conversation, /quit ends.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     with open_client(url, {"Authorization": f"Bearer {api_key}"}) as http:
-        talk = Chat(http, checkpoint, system, given)
+        trained = _layout_of(http, checkpoint)
+        layout = PromptLayout(_order(order, trained.order), (trained.side if side is None else side) or None)
+        talk = Chat(http, checkpoint, system, layout, given)
         for image in images:
             talk.add_picture(image)
-        _check(http)
         if sys.stdin.isatty():
             click.echo(f"{checkpoint} at {url}. {HELP}")
+            if words := trained.words():
+                click.echo(f"It was trained with {words}; --order and --side ask it otherwise.")
         _converse(talk, sys.stdin.isatty())
 
 
-def _check(http: "httpx.Client") -> None:
-    """ClickException unless a server takes the key."""
+def _order(chosen: str | None, trained: PromptOrder | None) -> PromptOrder | None:
+    """Of a message's parts, by the option `--order`; None: as they are given."""
+    match chosen:
+        case "picture-first" | "text-first":
+            return chosen
+        case "given":
+            return None
+        case _:
+            return trained
+
+
+def _layout_of(http: "httpx.Client", checkpoint: str) -> PromptLayout:
+    """How its program said that it was trained. ClickException unless a server takes the key and has the model."""
     import httpx
 
     try:
-        answer = http.get("/v1/models")
+        answer = http.get(f"/v1/models/{quote(checkpoint, safe='')}")
     except httpx.HTTPError as error:
         raise click.ClickException(unreachable(http, error)) from None
     if answer.status_code != 200:
         raise click.ClickException(refusal(answer))
+    return PromptLayout(**answer.json().get("prompt_layout", {}))
 
 
 def _lines(terminal: bool) -> Iterator[str]:
@@ -154,10 +234,16 @@ def _converse(talk: Chat, terminal: bool) -> None:
                 if not (name := line.removeprefix("/image").strip()):
                     raise click.ClickException("/image FILE: the file is missing")
                 talk.add_picture(Path(name).expanduser())
-            elif line.startswith("/"):
+            elif line == "/text" or line.startswith("/text "):
+                if not (text := line.removeprefix("/text").strip()):
+                    raise click.ClickException("/text TEXT: the text is missing")
+                talk.add_text(text)
+            elif line.startswith("/") and line != "/send":
                 raise click.ClickException(f"{line.split()[0]} is not a command. {HELP}")
             elif line:
-                for piece in talk.say(line):
+                if line != "/send":
+                    talk.add_text(line)
+                for piece in talk.say():
                     click.echo(_CONTROL.sub("\ufffd", piece), nl=False)
                     sys.stdout.flush()
                 click.echo()

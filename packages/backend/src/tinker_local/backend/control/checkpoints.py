@@ -206,8 +206,16 @@ class Checkpoints:
         run_id = model_id_in(session_id, number)
         if session is None:
             self._runs.reserve(run_id)
+        layout = await self._runs.layout(source.training_run_id, source)
         run = TrainingRunRecord(
-            run_id, session_id, source.base_model, source.lora_config, when, when, copied_from=source.tinker_path
+            run_id,
+            session_id,
+            source.base_model,
+            source.lora_config,
+            when,
+            when,
+            user_metadata=layout.as_metadata(),
+            copied_from=source.tinker_path,
         )
         path = f"tinker://{run_id}/{source.kind}/{source.name}"
         try:

@@ -66,6 +66,8 @@ class LoadWeights:
         optimizer = optimizer_of(request.optimizer_config or OptimizerConfig())
         if request.optimizer:
             optimizer = await self._optimizer(record)
+        layout = await self._runs.layout(record.training_run_id, record)
+        metadata = {**layout.as_metadata(), **(request.user_metadata or {})}
         # While the checkpoint was looked up, the session may have ended, or the same request may have come again.
         await self._sessions.require(request.session_id)
         if (known := self._runs.creation(model_id, "load_weights")) is not None:
@@ -80,7 +82,7 @@ class LoadWeights:
                 model.source, model.source_optimizer = record, request.optimizer
             return {"path": request.path, "model_id": model_id}
 
-        run = new_run(model_id, name, record.lora_config, request.user_metadata)
+        run = new_run(model_id, name, record.lora_config, metadata)
         operation = self._runs.begin("load_weights", run, base, optimizer, make)
         return operation
 

@@ -21,6 +21,7 @@ from tinker_local.types import (
     GoneError,
     InvalidRequestError,
     NotFoundError,
+    PromptLayout,
     SessionCursor,
     SessionSearchRequest,
     StatusQuery,
@@ -38,14 +39,15 @@ MOST_ENTRIES = 64
 
 
 def check_user_metadata(metadata: Mapping[str, Any] | None) -> None:
-    """InvalidRequestError for metadata that is too large, or a value that is not a string: the SDK could not read
-    listings with it."""
+    """InvalidRequestError for metadata that is too large, for a value that is not a string, because the SDK could not
+    read listings with it, and for a layout of prompts that is none."""
     check_at_most(len(metadata or {}), MOST_ENTRIES, "user_metadata", "entries")
     for name, value in (metadata or {}).items():
         check_at_most(len(name), LONGEST_NAME, f"user_metadata: the key {name[:40]!r}", "characters")
         if not isinstance(value, str):
             raise InvalidRequestError(f"user_metadata[{name!r}]: must be a text, not {type(value).__name__}")
         check_at_most(len(value), LONGEST_VALUE, f"user_metadata[{name!r}]", "characters")
+    PromptLayout.of(metadata or {})
 
 
 def check_at_most(count: int, most: int, what: str, unit: str) -> None:

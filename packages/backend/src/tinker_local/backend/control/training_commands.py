@@ -120,24 +120,24 @@ class Training:
 
         find_record = partial(self._recorded.find, model.record.session_id)
         work_steps = prepare_work(base, model_id, decoding, find_record, strict_losses=self._strict_losses)
-        steps, targets = in_stage(operation.timeline, work_steps), 0
+        steps, total_weight = in_stage(operation.timeline, work_steps), 0.0
 
         async def prepare() -> TrainWork:
-            nonlocal targets
+            nonlocal total_weight
             work = await self._prepared(model.owner, model.record.session_id, steps)
             images = sum(len(datum.input.images) for datum in work.data)
             loss = loss_of(work.loss_fn)
             if loss.own_definition and loss.name not in model.told_losses:
                 model.told_losses.add(loss.name)
                 log.warning("run %s: %s is trained by %s (docs/losses.md)", model_id, loss.name, loss.source)
-            targets = sum(int(loss.active(datum.loss_inputs).sum()) for datum in work.data)
+            total_weight = sum(loss.total_weight(datum.loss_inputs) for datum in work.data)
             operation.timeline.note(datums=len(work.data), tokens=positions(work.data), images=images)
             return work
 
         def ran(work: TrainWork, result: TrainResult, positions: int) -> None:
             if work.backward:
                 model.progress.tokens += positions
-                model.progress.targets += targets
+                model.progress.total_weight += total_weight
                 loss = result.metrics.get("loss:sum")
                 # One that is not a number fails when the result is delivered; here it would stop the scheduler.
                 model.progress.loss_sum += loss if isinstance(loss, Real) else math.nan

@@ -41,6 +41,7 @@ from tinker_local.types import (
     InvalidRequestError,
     LoraConfig,
     NotFoundError,
+    PromptLayout,
 )
 
 T = TypeVar("T")
@@ -376,6 +377,12 @@ class TrainingRuns:
         if record is None:
             raise NotFoundError(f"training_run_id: there is no training run {training_run_id!r}")
         return record
+
+    async def layout(self, training_run_id: str, checkpoint: CheckpointRecord | None) -> PromptLayout:
+        """How the program of a run puts pictures into its prompts, as it said for the run or for this checkpoint."""
+        run = await DATABASE.run(self._store.get_training_run, training_run_id)
+        of_run = {} if run is None else run.user_metadata
+        return PromptLayout.of({**of_run, **(checkpoint.user_metadata if checkpoint is not None else {})})
 
     async def newest(self, limit: int, offset: int, owned: Owned = EVERYTHING) -> tuple[list[TrainingRunRecord], int]:
         """Newest first, and the count of all."""

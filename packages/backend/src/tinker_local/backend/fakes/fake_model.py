@@ -30,6 +30,7 @@ from tinker_local.types import (
     LoraConfig,
     ModelInput,
     UnsupportedError,
+    as_rgb,
 )
 
 Float64Array = npt.NDArray[np.float64]
@@ -264,8 +265,9 @@ def _process(data: bytes, content_hash: str, where: str) -> RenderedImage:
         width, height = opened.size
         if width * height > MAX_PIXELS:
             raise InvalidRequestError(f"{where}.data: {width} × {height} pixels, the limit is {MAX_PIXELS}")
-        columns, rows = -(-width // CELL), -(-height // CELL)
-        cells = opened.convert("RGB").resize((columns, rows), Image.Resampling.BOX)
+        rgb = as_rgb(opened)
+        columns, rows = -(-rgb.width // CELL), -(-rgb.height // CELL)
+        cells = rgb.resize((columns, rows), Image.Resampling.BOX)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise InvalidRequestError(f"{where}.data: the image cannot be decoded: {error}") from error
     return RenderedImage(

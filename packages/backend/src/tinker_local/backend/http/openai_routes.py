@@ -13,6 +13,7 @@ from tinker_local.backend.http.openai_answers import MAX_CELLS, Asked, events, w
 from tinker_local.backend.http.openai_bodies import Body, ChatBody, CompletionBody
 from tinker_local.backend.http.sampling_routes import body_limits
 from tinker_local.backend.rendering.tools import ReplyForm
+from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.threads import ENCODING
 from tinker_local.types import InvalidRequestError, ModelInput, NotFoundError
@@ -39,13 +40,20 @@ async def models(backend: Backend, owned: ToList) -> dict[str, Any]:
 
 @router.get("/models/{name:path}")
 async def model(name: str, request: Request, backend: Backend) -> dict[str, Any]:
-    """A model by any name that a request may give, also a version that is in memory alone."""
+    """A model by any name that a request may give, also a version that is in memory alone. `prompt_layout`: how the
+    program that trained it puts pictures into prompts, if it said so."""
     await model_of(request, backend, name)
     _, path = parse_model(name)
+    if path is None:
+        return _model(name, None)
     try:
-        return _model(name, None if path is None else await backend.checkpoints.get(path))
+        record = await backend.checkpoints.get(path)
     except NotFoundError:
-        return {**_model(name, None), "owned_by": "checkpoint"}
+        record, found = None, {**_model(name, None), "owned_by": "checkpoint"}
+    else:
+        found = _model(name, record)
+    layout = await backend.runs.layout(parse_tinker_path(path)[0], record)
+    return {**found, **({"prompt_layout": layout.as_json()} if layout.as_json() else {})}
 
 
 def _model(name: str, record: CheckpointRecord | None) -> dict[str, Any]:

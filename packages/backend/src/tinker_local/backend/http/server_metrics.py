@@ -106,7 +106,7 @@ SERVER_METRICS = (
     ServerMetric(
         GaugeMetricFamily,
         "tinker_local_run_loss",
-        "Mean loss of the targets of a live run's last step.",
+        "Loss of a live run's last step, divided by the sum of its weights, or without weights by its targets.",
         RUN,
         _of_runs("loss"),
     ),

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tinker_local.backend.heap import give_memory_back
+from tinker_local.types import as_rgb
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -18,8 +19,6 @@ MAX_SCANS = 64
 """Of a progressive JPEG, each of which is a pass over all pixels, whatever its bytes; encoders write about ten."""
 
 _START_OF_SCAN = b"\xff\xda"
-
-_DEEP_MODES = ("I", "F")
 
 
 class ImageError(ValueError):
@@ -64,22 +63,18 @@ def image_size(data: bytes) -> tuple[int, int]:
 
 
 def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
-    """Decode as `transformers.image_utils.load_image` does: EXIF rotation applied, then `convert("RGB")`, which drops
-    alpha. The first frame of an animation.
+    """The pixels of `tinker_local.types.as_rgb`: upright, transparency on white, 16 bits of grey scaled to 8. The first
+    frame of an animation.
 
-    Raises ImageError for anything but a whole PNG or JPEG, for more than `max_pixels` (read from the header, before any
-    pixel is decoded), or has more than 8 bits of grey, which PIL would clip to white.
+    Raises ImageError for anything but a whole PNG or JPEG, and for more than `max_pixels` (read from the header, before
+    any pixel is decoded).
     """
-    from PIL import ImageOps
-
     opened = _open(data)
     size = f"image of {opened.width}x{opened.height} pixels"
     if opened.width * opened.height > max_pixels:
         raise ImageError(f"{size}: {opened.width * opened.height} pixels exceed the limit of {max_pixels}")
-    if opened.mode.startswith(_DEEP_MODES):
-        raise ImageError(f"{size}: mode {opened.mode} has more than 8 bits of grey; send 8 bits per channel")
     try:
-        return ImageOps.exif_transpose(opened).convert("RGB")
+        return as_rgb(opened)
     except Exception as error:
         raise ImageError(f"{size} cannot be decoded: {error}") from error
 

@@ -77,8 +77,22 @@ export class CheckpointTable {
       row.nextSibling.remove();
       return;
     }
-    const cell = h("td", { colspan: String(this.table.columns.length) }, commandList(one));
+    const said = h("dl", { class: "facts" });
+    const cell = h("td", { colspan: String(this.table.columns.length) }, said, commandList(one));
     row.after(h("tr", { class: "more", "data-of": one.tinker_path }, cell));
+    this.tell(said, one);
+  }
+
+  /** What the program said of the run and of the checkpoint, such as the layout of its prompts. */
+  async tell(said, one) {
+    const run = one.tinker_path.slice("tinker://".length).split("/")[0];
+    try {
+      const record = await get(`api/v1/training_runs/${encodeURIComponent(run)}`);
+      const entries = Object.entries({ ...record.user_metadata, ...one.user_metadata });
+      said.replaceChildren(...entries.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+    }
   }
 
   async drop(one) {

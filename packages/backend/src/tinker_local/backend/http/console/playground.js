@@ -1,6 +1,7 @@
 // Talk to a base model or a checkpoint, with text and pictures, and to two of them side by side.
 
 import { ApiError, get, stream } from "./api.js";
+import { inOrder, layoutWords, messagesOf, shrunkSize } from "./conversation.js";
 import { h, setText, show } from "./dom.js";
 import { moment, number } from "./format.js";
 import { Poll } from "./polling.js";
@@ -26,6 +27,28 @@ function dataUrl(file) {
   });
 }
 
+/** The picture of a data URL. */
+async function opened(url) {
+  const image = new Image();
+  image.src = url;
+  await image.decode();
+  return image;
+}
+
+/** A data URL of a picture, on white, with at most `side` pixels a side; 0: unchanged. */
+async function shrunk({ url, width, height }, side) {
+  const size = shrunkSize(width, height, side);
+  if (!size) return url;
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = size;
+  const context = canvas.getContext("2d");
+  context.fillStyle = "white";
+  context.fillRect(0, 0, ...size);
+  context.imageSmoothingQuality = "high";
+  context.drawImage(await opened(url), 0, 0, ...size);
+  return canvas.toDataURL("image/png");
+}
+
 export class PlaygroundView {
   title = "Playground";
 
@@ -33,6 +56,7 @@ export class PlaygroundView {
     this.failed = failed;
     this.wanted = model;
     this.bases = new Map();
+    this.layouts = new Map();
     this.listed = "";
     this.turns = [];
     this.pictures = [];
@@ -52,10 +76,21 @@ export class PlaygroundView {
     this.temperature = numberInput("1", { min: "0", step: "any" });
     this.topP = numberInput("1", { min: "0", max: "1", step: "any" });
     this.seed = numberInput("", { step: "1", placeholder: "random" });
+    this.order = h(
+      "select",
+      {},
+      h("option", { value: "" }, "as trained, if known; else as given"),
+      h("option", { value: "picture-first" }, "before the text"),
+      h("option", { value: "text-first" }, "after the text"),
+      h("option", { value: "given" }, "as given"),
+    );
+    this.side = numberInput("", { min: "0", step: "1", placeholder: "as trained, if known; 0: never shrunk" });
+    this.trained = h("p", { class: "faint", role: "status", hidden: true });
     this.log = h("ol", { class: "turns", role: "log", "aria-label": "Conversation" });
     this.text = h("textarea", { rows: "3" });
     this.files = h("input", { type: "file", accept: "image/png,image/jpeg", multiple: true });
     this.thumbs = h("ul", { class: "thumbs", "aria-label": "Pictures of the next message" });
+    this.sent = h("p", { class: "faint", role: "status", hidden: true });
     this.sendButton = h("button", { type: "submit", class: "primary" }, "Send");
     this.stopButton = h("button", { type: "button", disabled: true, on: { click: () => this.running?.abort() } }, "Stop");
     this.clearButton = h("button", { type: "button", on: { click: () => this.clear() } }, "New conversation");
@@ -64,7 +99,12 @@ export class PlaygroundView {
     this.filesField = field("files", "Pictures (PNG, JPEG; or paste one)", this.files);
     this.textLabel = h("label", { for: "message" }, "Message");
     this.text.id = "message";
+    this.orderField = field("order", "Pictures stand", this.order);
+    this.sideField = field("side", "Pictures' longest side in pixels", this.side);
     this.first.addEventListener("change", () => this.preset());
+    for (const control of [this.first, this.second, this.both, this.order, this.side, this.text]) {
+      control.addEventListener("change", () => this.tell());
+    }
     this.files.addEventListener("change", () => this.add(this.files.files).then(() => (this.files.value = "")));
     this.text.addEventListener("paste", (event) => this.add(event.clipboardData.files));
     this.text.addEventListener("keydown", (event) => {
@@ -77,6 +117,7 @@ export class PlaygroundView {
       this.text,
       this.filesField,
       this.thumbs,
+      this.sent,
       this.error,
       h("p", { class: "actions" }, this.sendButton, this.stopButton, this.clearButton, h("span", { class: "faint" }, "Ctrl+Enter sends")),
     );
@@ -90,8 +131,11 @@ export class PlaygroundView {
         field("first", "Model", this.first),
         h("p", { class: "check" }, this.both, " ", h("label", { for: "both" }, "beside a second one")),
         field("second", "Second model", this.second),
+        this.trained,
         field("kind", "As", this.kind),
         this.systemField,
+        this.orderField,
+        this.sideField,
         h(
           "div",
           { class: "numbers" },
@@ -143,6 +187,58 @@ export class PlaygroundView {
       else if (select === this.first && this.wanted) select.value = this.wanted;
     }
     if (this.second.value === this.first.value) this.preset();
+    await this.tell();
+  }
+
+  models() {
+    return [this.first.value, ...(this.both.checked ? [this.second.value] : [])].filter((name) => name);
+  }
+
+  /** How a model was trained, as far as its program said. */
+  async layoutOf(model) {
+    if (!this.layouts.has(model)) {
+      const found = await get(`v1/models/${encodeURIComponent(model)}`);
+      this.layouts.set(model, found.prompt_layout ?? {});
+    }
+    return this.layouts.get(model);
+  }
+
+  /** How pictures are sent to a model: [order, longest side]. */
+  async formOf(model) {
+    const { order, side } = await this.layoutOf(model);
+    return [this.order.value || order, this.side.value === "" ? side : this.side.valueAsNumber];
+  }
+
+  /** Say how the models were trained, and what that makes of the pictures of the next message. */
+  async tell() {
+    const trained = [];
+    const sent = [];
+    try {
+      for (const model of this.models()) {
+        const words = layoutWords(await this.layoutOf(model));
+        if (words) trained.push(this.both.checked ? `${model}: ${words}` : words);
+        if (!this.pictures.length) continue;
+        const [order, side] = await this.formOf(model);
+        const names = inOrder(this.parts(), order).map(({ name }) => name ?? "the text");
+        for (const { name, width, height } of this.pictures) {
+          const size = shrunkSize(width, height, side);
+          if (size) names[names.indexOf(name)] = `${name} (${size.join(" x ")} pixels instead of ${width} x ${height})`;
+        }
+        sent.push(`${this.both.checked ? `${model} gets` : "Sent"} in this order: ${names.join(", ")}.`);
+      }
+    } catch {
+      // A model that cannot be asked says so when it is.
+    }
+    show(this.trained, trained.length > 0);
+    setText(this.trained, trained.join(" "));
+    show(this.sent, sent.length > 0);
+    setText(this.sent, sent.join(" "));
+  }
+
+  /** The next message, as it was given: pictures that were added after the text was begun stand after it. */
+  parts() {
+    const [before, after] = [false, true].map((late) => this.pictures.filter((picture) => picture.late === late));
+    return [...before, { text: this.text.value }, ...after];
   }
 
   /** Beside a checkpoint stands its base, until another is chosen. */
@@ -159,8 +255,7 @@ export class PlaygroundView {
   kindChanged() {
     const chat = this.kind.value === "chat";
     show(this.systemField, chat);
-    show(this.filesField, chat);
-    show(this.thumbs, chat);
+    for (const node of [this.filesField, this.thumbs, this.sent, this.orderField, this.sideField]) show(node, chat);
     setText(this.textLabel, chat ? "Message" : "Text to go on with");
   }
 
@@ -174,9 +269,12 @@ export class PlaygroundView {
         continue;
       }
       try {
-        this.pictures.push({ name: file.name, url: await dataUrl(file) });
+        const late = this.text.value !== "";
+        const url = await dataUrl(file);
+        const { naturalWidth: width, naturalHeight: height } = await opened(url);
+        this.pictures.push({ name: file.name, url, width, height, late });
       } catch (error) {
-        this.fail(error.message);
+        this.fail(error instanceof DOMException ? `${file.name}: no picture that can be read` : error.message);
       }
     }
     this.showPictures();
@@ -193,6 +291,7 @@ export class PlaygroundView {
       return h("li", {}, h("img", { src: picture.url, alt: picture.name }), button);
     };
     this.thumbs.replaceChildren(...this.pictures.map(thumb));
+    this.tell();
   }
 
   fail(message) {
@@ -209,7 +308,7 @@ export class PlaygroundView {
   }
 
   /** What is sent for side number `at`; the turn that is asked is the last one. */
-  body(at, model) {
+  async body(at, model) {
     const settings = {
       model,
       stream: true,
@@ -220,33 +319,29 @@ export class PlaygroundView {
     };
     if (this.seed.value !== "") settings.seed = this.seed.valueAsNumber;
     const asked = this.turns.at(-1);
-    if (!asked.chat) return ["v1/completions", { ...settings, prompt: asked.text }];
-    const messages = [];
-    if (this.system.value) messages.push({ role: "system", content: this.system.value });
-    for (const turn of this.turns) {
-      const answer = turn.answers[at];
-      if (!turn.chat || (turn !== asked && !answer)) continue;
-      const pictures = turn.pictures.map(({ url }) => ({ type: "image_url", image_url: { url } }));
-      const text = turn.text ? [{ type: "text", text: turn.text }] : [];
-      messages.push({ role: "user", content: [...pictures, ...text] });
-      if (turn !== asked) messages.push({ role: "assistant", content: answer });
-    }
-    return ["v1/chat/completions", { ...settings, messages }];
+    if (!asked.chat) return ["v1/completions", { ...settings, prompt: asked.parts[0].text }];
+    const [order, side] = await this.formOf(model);
+    const sized = async (part) => (part.url === undefined ? part : { ...part, url: await shrunk(part, side) });
+    const turns = [];
+    for (const turn of this.turns) turns.push({ ...turn, parts: await Promise.all(turn.parts.map(sized)) });
+    return ["v1/chat/completions", { ...settings, messages: messagesOf(turns, at, this.system.value, order) }];
   }
 
   async send() {
     if (this.running) return;
-    for (const input of [this.tokens, this.temperature, this.topP, this.seed]) if (!input.reportValidity()) return;
+    const inputs = [this.tokens, this.temperature, this.topP, this.seed, this.side];
+    for (const input of inputs) if (!input.reportValidity()) return;
     const chat = this.kind.value === "chat";
-    const turn = { chat, text: this.text.value, pictures: chat ? this.pictures : [], answers: [] };
-    const models = [this.first.value, ...(this.both.checked ? [this.second.value] : [])];
-    if (!models[0]) return this.fail("There is no model yet.");
-    if (!turn.text && !turn.pictures.length) return this.fail("The message is empty.");
+    const turn = { chat, parts: this.parts().filter(({ url, text }) => (url === undefined ? text : chat)), answers: [] };
+    const models = this.models();
+    if (!models.length) return this.fail("There is no model yet.");
+    if (!turn.parts.length) return this.fail("The message is empty.");
     this.fail(null);
     this.turns.push(turn);
     const panes = models.map(() => new Pane());
     for (const [at, pane] of panes.entries()) pane.head.textContent = models[at];
-    const asked = h("div", { class: "asked" }, turn.pictures.map(({ name, url }) => h("img", { src: url, alt: name })), h("p", { class: "said" }, turn.text));
+    const shown = ({ name, url, text }) => (url === undefined ? h("p", { class: "said" }, text) : h("img", { src: url, alt: name }));
+    const asked = h("div", { class: "asked" }, turn.parts.map(shown));
     this.log.append(h("li", {}, asked, h("div", { class: `answers n${panes.length}` }, panes.map((pane) => pane.node))));
     this.text.value = "";
     this.pictures = [];
@@ -255,22 +350,24 @@ export class PlaygroundView {
     this.stopButton.disabled = false;
     this.sendButton.disabled = true;
     const { signal } = this.running;
-    const bodies = models.map((model, at) => this.body(at, model));
-    await Promise.all(panes.map(async (pane, at) => (turn.answers[at] = await this.answer(pane, ...bodies[at], signal))));
+    const answered = async (pane, at) => {
+      turn.answers[at] = await this.answer(pane, () => this.body(at, models[at]), signal);
+    };
+    await Promise.all(panes.map(answered));
     this.running = null;
     this.stopButton.disabled = true;
     this.sendButton.disabled = false;
   }
 
   /** The text of an answer, shown as it comes; empty if there is none. */
-  async answer(pane, path, body, signal) {
+  async answer(pane, bodyOf, signal) {
     const begun = performance.now();
     let first = null;
     let reason = null;
     let usage = null;
     pane.node.scrollIntoView({ block: "nearest" });
     try {
-      for await (const event of stream(path, body, signal)) {
+      for await (const event of stream(...(await bodyOf()), signal)) {
         usage = event.usage ?? usage;
         const [choice] = event.choices;
         if (!choice) continue;

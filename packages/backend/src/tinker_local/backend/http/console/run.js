@@ -180,6 +180,7 @@ export class RunView {
       ["owner", owner(record.model_owner)],
       ["base model", record.base_model],
       ["rank", integer(record.lora_rank)],
+      ...Object.entries(record.user_metadata ?? {}),
     ];
     if (!live) return [...facts, ["last request", moment(record.last_request_time)]];
     return [

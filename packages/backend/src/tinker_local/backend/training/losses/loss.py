@@ -132,6 +132,13 @@ class Loss:
         """Where a position is not masked, bool of the inputs' shape."""
         return any_of(inputs, self.mask_inputs)
 
+    def total_weight(self, inputs: Inputs) -> float:
+        """What the mean of this loss over a datum is divided by: the sum of its weights' magnitudes, so that negative
+        ones do not cancel; for a loss without weights, the number of its targets that are not masked."""
+        if "weights" in self.inputs:
+            return float(np.abs(inputs["weights"]).sum(dtype=np.float64))
+        return float(self.active(inputs).sum())
+
     def evaluate(self, xp: Any, logprobs: Array, inputs: Inputs, settings: Settings) -> Terms:
         """`terms`, and exactly 0 at masked positions. `inputs` include those of `per_datum`."""
         active = self.active(inputs)

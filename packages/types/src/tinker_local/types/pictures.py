@@ -1,0 +1,66 @@
+"""What a model sees of a picture. The client, the server and programs call this one function, so they see the same."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+BITS_PER_SAMPLE = 258
+"""The tag of TIFF that tells 12 bits of grey from 16, which Pillow does not."""
+
+SCALED = ("PNG", "PPM")
+"""Formats whose integers of mode I Pillow has scaled to 16 bits."""
+
+WHITE = (255, 255, 255)
+
+
+def as_rgb(image: "Image") -> "Image":
+    """`image` upright, opaque and with 8 bits per channel, in mode RGB.
+
+    EXIF rotation is applied. What is transparent is composited on white, as vLLM does. 16 bits of grey (modes I;16 and
+    I) become their upper 8, as 16 bits of colour do in Pillow. Everything else is Pillow's `convert("RGB")`: palettes
+    are resolved, grey is repeated, CMYK and other colours are converted.
+
+    Raises ValueError for pixels without an agreed range: floats (mode F), and integers of 32 bits (mode I) that are
+    negative or exceed 16 bits, or that 8 bits would hold, where nothing says which of both they are.
+    """
+    from PIL import Image, ImageOps
+
+    upright = ImageOps.exif_transpose(image)
+    if image.mode == "F":
+        raise ValueError("a picture of floats (mode F) has no agreed range; convert it to 8 bits")
+    if image.mode.startswith("I"):
+        return _from_deep_grey(upright, _bits_of(image)).convert("RGB")
+    if not image.has_transparency_data:
+        return upright.convert("RGB")
+    rgba = upright.convert("RGBA")
+    opaque = Image.new("RGB", rgba.size, WHITE)
+    opaque.paste(rgba, mask=rgba.getchannel("A"))
+    return opaque
+
+
+def _bits_of(image: "Image") -> int:
+    """Of mode I or I;16: 12 in some TIFF files, else 16. Raises ValueError for integers of mode I in another range."""
+    if image.mode == "I" and image.format not in SCALED:
+        values = np.asarray(image)
+        low, high = int(values.min()), int(values.max())
+        if low < 0 or high > 65535 or 0 < high < 256:
+            raise ValueError(
+                f"integers from {low} to {high} (mode I) have no agreed range; convert them to 8 bits (mode L), or to "
+                "16 (mode I;16)"
+            )
+    (bits,) = getattr(image, "tag_v2", {}).get(BITS_PER_SAMPLE, (16,))
+    return min(int(bits), 16)
+
+
+def _from_deep_grey(image: "Image", bits: int) -> "Image":
+    """The upper 8 of `bits` bits, as mode L; a transparent value becomes white."""
+    from PIL import Image
+
+    values = np.asarray(image)
+    grey = (values >> (bits - 8)).astype(np.uint8)
+    if (transparent := image.info.get("transparency")) is not None:
+        grey[values == transparent] = 255
+    return Image.fromarray(grey)
