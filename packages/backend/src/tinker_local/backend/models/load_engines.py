@@ -131,17 +131,18 @@ def _settings(model: ServedModel, options: BackendOptions) -> Mapping[str, Any]:
     }
 
 
-_DECISIVE = ("dtype", "decoder", "max_context_length", "max_rank", "train_vision", "train_gpus", "sample_gpus")
-_DECISIVE += ("sample_tp", "sampler", "trainer", "compare_seconds")
+_DECISIVE = (
+    *("dtype", "decoder", "max_context_length", "max_rank", "train_vision", "train_gpus", "sample_gpus"),
+    *("sample_tp", "sampler", "trainer", "compare_seconds"),
+)
 """Options that change what is compared."""
 
 
 async def _compare_again(models: ServedModels, options: BackendOptions) -> None:
     """Compare models with an engine in this process once more, as what was loaded after them may have changed what
     libraries share; ValueError if they differ now."""
-    *before, _ = models.distinct() or [None]
-    for model in before:
-        if model is not None and not (model.supervision and model.sampler_supervisions):
+    for model in models.distinct()[:-1]:
+        if not (model.supervision and model.sampler_supervisions):
             compared = await model.compare_positions()
             await model.check_agreement(options.max_image_pixels)
             model.check_positions(compared)

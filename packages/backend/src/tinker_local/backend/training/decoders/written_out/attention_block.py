@@ -103,13 +103,10 @@ class AttentionBlock:
 
     def rotated(self, context: RowContext) -> tuple[torch.Tensor, torch.Tensor]:
         """Query and key [T, D] of the first head where the projections give `constant_row`."""
-        norms = {
-            name: None if weight is None else torch.ones_like(weight)
-            for name, weight in (("q_norm", self.q_norm), ("k_norm", self.k_norm))
-        }
+        q_norm, k_norm = (None if weight is None else torch.ones_like(weight) for weight in (self.q_norm, self.k_norm))
         row = torch.from_numpy(constant_row(len(self.qkv), self.head_size)).to(self.qkv.device, self.qkv.dtype)
         qkv = row.expand(sum(context.segments.lengths), -1).contiguous()
-        query, key, _ = AttentionPass(replace(self, **norms), context, qkv).query_key_value(qkv)
+        query, key, _ = AttentionPass(replace(self, q_norm=q_norm, k_norm=k_norm), context, qkv).query_key_value(qkv)
         return query[:, 0], key[:, 0]
 
     def parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
