@@ -106,7 +106,7 @@ async def test_engines_that_agree_start_and_count_no_image_of_the_probe_on_fakes
 @pytest.mark.mutation(
     "base-models-not-compared",
     "served_models.py",
-    "            if comparison.problem is not None:\n",
+    "            if comparison.problem is not None and not comparison.worst.difference <= limit:\n",
     "            if False:\n",
 )
 @pytest.mark.mutation(
@@ -348,7 +348,7 @@ def test_the_image_probe_keeps_to_the_limit_of_pixels_on_fakes(limit: int) -> No
 @pytest.mark.mutation(
     "long-texts-not-compared",
     "models/served_models.py",
-    "        if not worst_part.difference <= self.normal:\n",
+    "        if not worst_part.difference <= normal:\n",
     "        if False:\n",
 )
 async def test_engines_that_differ_on_long_texts_alone_do_not_start_on_fakes(tmp_path: Path) -> None:

@@ -243,9 +243,7 @@ async def test_a_killed_call_fails_its_request_with_the_checkpoint_and_queued_on
     assert path in await api.failure(queued)
 
 
-@pytest.mark.mutation(
-    "healthy-without-a-trainer", "client_routes.py", "if problems := backend.problems():", "if problems := []:"
-)
+@pytest.mark.mutation("healthy-without-a-trainer", "client_routes.py", "if backend.recovering():", "if []:")
 async def test_health_is_503_from_the_death_to_the_restored_trainer_and_liveness_stays_200_on_fakes(
     start: Start,
 ) -> None:

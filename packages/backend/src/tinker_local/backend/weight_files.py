@@ -139,7 +139,7 @@ def _first_not_finite(tensor: StoredTensor) -> int | None:
             part = buffer[: tensor.size - done]
             read = 0
             while read < part.nbytes:
-                more = file.readinto(memoryview(part.view(np.uint8))[read:])
+                more = file.readinto(part.view(np.uint8)[read:].data)
                 if not more:
                     raise OSError(f"{tensor.file} became shorter while it was read")
                 read += more

@@ -16,6 +16,10 @@ SCALED = ("PNG", "PPM")
 WHITE = (255, 255, 255)
 
 
+class NoAgreedRangeError(ValueError):
+    """It is not known which pixels of a picture are black and white."""
+
+
 def as_rgb(image: "Image") -> "Image":
     """`image` upright, opaque and with 8 bits per channel, in mode RGB.
 
@@ -23,14 +27,14 @@ def as_rgb(image: "Image") -> "Image":
     I) become their upper 8, as 16 bits of colour do in Pillow. Everything else is Pillow's `convert("RGB")`: palettes
     are resolved, grey is repeated, CMYK and other colours are converted.
 
-    Raises ValueError for pixels without an agreed range: floats (mode F), and integers of 32 bits (mode I) that are
-    negative or exceed 16 bits, or that 8 bits would hold, where nothing says which of both they are.
+    Raises NoAgreedRangeError for floats (mode F), and for integers of 32 bits (mode I) that are negative or exceed 16
+    bits, or that 8 bits would hold, where nothing says which of both they are.
     """
     from PIL import Image, ImageOps
 
     upright = ImageOps.exif_transpose(image)
     if image.mode == "F":
-        raise ValueError("a picture of floats (mode F) has no agreed range; convert it to 8 bits")
+        raise NoAgreedRangeError("a picture of floats (mode F) has no agreed range; convert it to 8 bits")
     if image.mode.startswith("I"):
         return _from_deep_grey(upright, _bits_of(image)).convert("RGB")
     if not image.has_transparency_data:
@@ -42,12 +46,12 @@ def as_rgb(image: "Image") -> "Image":
 
 
 def _bits_of(image: "Image") -> int:
-    """Of mode I or I;16: 12 in some TIFF files, else 16. Raises ValueError for integers of mode I in another range."""
+    """Of mode I or I;16: 12 in some TIFF files, else 16. Raises NoAgreedRangeError for mode I in another range."""
     if image.mode == "I" and image.format not in SCALED:
         values = np.asarray(image)
         low, high = int(values.min()), int(values.max())
         if low < 0 or high > 65535 or 0 < high < 256:
-            raise ValueError(
+            raise NoAgreedRangeError(
                 f"integers from {low} to {high} (mode I) have no agreed range; convert them to 8 bits (mode L), or to "
                 "16 (mode I;16)"
             )

@@ -32,6 +32,7 @@ from tinker_local.types import (
     UnsupportedError,
     as_rgb,
 )
+from tinker_local.types.pictures import NoAgreedRangeError
 
 Float64Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -269,7 +270,9 @@ def _process(data: bytes, content_hash: str, where: str) -> RenderedImage:
         columns, rows = -(-rgb.width // CELL), -(-rgb.height // CELL)
         cells = rgb.resize((columns, rows), Image.Resampling.BOX)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise InvalidRequestError(f"{where}.data: the image cannot be decoded: {error}") from error
+        own = isinstance(error, NoAgreedRangeError)
+        why = f"{error}" if own else "it is cut off or damaged"
+        raise InvalidRequestError(f"{where}.data: the image cannot be decoded: {why}") from error
     return RenderedImage(
         content_hash=content_hash,
         num_tokens=columns * rows,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tinker_local.backend.heap import give_memory_back
 from tinker_local.types import as_rgb
+from tinker_local.types.pictures import NoAgreedRangeError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -75,8 +76,10 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
         raise ImageError(f"{size}: {opened.width * opened.height} pixels exceed the limit of {max_pixels}")
     try:
         return as_rgb(opened)
+    except NoAgreedRangeError as error:
+        raise ImageError(f"{size}: {error}") from error
     except Exception as error:
-        raise ImageError(f"{size} cannot be decoded: {error}") from error
+        raise ImageError(f"{size} cannot be decoded: its data are cut off or damaged") from error
 
 
 def _open(data: bytes) -> "Image":
@@ -85,8 +88,10 @@ def _open(data: bytes) -> "Image":
 
     try:
         opened = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
-    except Exception as error:  # PIL documents no closed set of what broken files raise; also its own pixel limit
-        raise ImageError(f"not a readable PNG or JPEG file: {error}") from error
+    except Image.DecompressionBombError as error:
+        raise ImageError(f"more than {2 * (Image.MAX_IMAGE_PIXELS or 0)} pixels, the most that are decoded") from error
+    except Exception as error:  # PIL documents no closed set of what broken files raise
+        raise ImageError(f"{len(data)} bytes that are not a readable PNG or JPEG file") from error
     if opened.format != "PNG" and (scans := data.count(_START_OF_SCAN)) > MAX_SCANS:
         raise ImageError(f"a JPEG of {scans} scans, the limit is {MAX_SCANS}; save it again, or as PNG")
     return opened
