@@ -23,7 +23,7 @@ from random_model import SHAPES, write_random_model
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.families import FAMILIES
 from tinker_local.backend.models.agreement import Comparison
-from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
+from tinker_local.backend.tiny_models import make_experts_alike, make_tiny_text_model, make_tiny_vl_model
 
 LARGE = "qwen3-8b"
 TEXT_ALONE = ("qwen3_5_text", "qwen3_5_moe_text")
@@ -54,6 +54,8 @@ def models(chosen: list[str], seeds: int, room: Path) -> Iterator[tuple[str, Pat
             else:
                 make: Any = make_tiny_text_model if FAMILIES[name].vision is None else make_tiny_vl_model
                 make(folder, family=name, seed=seed, tie_word_embeddings=name == "gemma2")
+                if name == "qwen3_5_moe":  # of random numbers, rounding alone sends every other token elsewhere
+                    make_experts_alike(folder)
             yield name, folder
             shutil.rmtree(folder)
 

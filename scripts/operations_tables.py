@@ -164,6 +164,14 @@ LIMITS: dict[str, dict[str, str]] = {
         "characters of a grammar, and objects within each other in a JSON schema": (
             "rendering.grammar.MAX_CHARACTERS rendering.grammar.MAX_NESTING"
         ),
+        "combinations of `anyOf` and `oneOf` at one place of a JSON schema, and rules of its grammar": (
+            "rendering.structured.json_schema.MOST_BRANCHES rendering.structured.json_schema.MOST_RULES"
+        ),
+        "repetitions that a pattern names": "rendering.structured.patterns.MOST_REPEATS",
+        "blanks that begin a line of JSON, and blanks in a row where a structural tag is not JSON": (
+            "rendering.structured.json_schema.MOST_INDENT rendering.structured.structural_tags.MOST_BLANKS"
+        ),
+        "control tokens that a request lets its texts have": "http.endpoint_fields.MOST_CONTROL_TOKENS",
         "newest checkpoints among which `GET models` looks for those of a sampler": "http.openai_routes.MOST_LISTED",
     },
     "names, sessions and checkpoints": {

@@ -1,8 +1,8 @@
 """Float64 as the judge. A bound on rounding holds on one processor and fails on the next, which adds in another order.
 
-A formula is compared in float64, where only a fault differs (`InFloat64`). What a program computes in float32, be it
-this one's trainer, vLLM or transformers, is compared with float64 too, and may differ by a few times what rounding
-every result to float32 moves (`Exact`): a number of the model and the prompt, and not of the processor.
+A formula is compared in float64, where only a fault differs (`InFloat64`). What this
+project's trainer, vLLM or transformers compute in float32 is compared with float64 too, and may differ by a few times
+what rounding every result to float32 moves (`Exact`): a number of the model and the prompt, and not of the processor.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ DRAWS = 4
 """How often all results are rounded, each time in other directions."""
 
 TIMES = 16.0
-"""How many times as far as the worst of these draws float32 may be: a sum rounds once for each of its terms."""
+"""Float32 may be at most this many times farther off than the worst of these draws: a sum rounds once for each term."""
 
 
 class InFloat64(TorchDispatchMode):

@@ -221,7 +221,8 @@ PROMISES = (
         "base-models-not-compared images-not-compared rounding-not-measured rounding-of-experts-forgotten "
         "adapter-in-the-folder weights-made-up weights-left-over nan-not-looked-for nan-loaded engines-outlive-a-probe "
         "image-probe-of-any-size effect-not-verified unmatched-keys-ignored unknown-adapters-not-compared "
-        "changed-classes-of-transformers known-refusals-forgotten experts-without-a-family-accepted "
+        "changed-classes-of-transformers configs-of-other-libraries known-refusals-forgotten "
+        "experts-without-a-family-accepted "
         "quantized-weights-loaded adapters-lost-in-rounding runs-that-cannot-be-sampled-begin "
         "adapters-make-noise-of-a-model stacked-modules-without-a-name positions-compared-at-some-alone "
         "decoders-not-compared-at-positions table-that-ends-not-seen query-scaling-left-to-vllm "
@@ -238,7 +239,8 @@ PROMISES = (
         "deleted-exports-cost-for-ever "
         "sparse-tensors-out-of-proportion "
         "bound-of-tensors-raised image-pointers-fetched image-host-drips-for-ever "
-        "dead-hosts-hold-up-files image-folder-takes-everybodys-threads paths-leave-their-folder pickle "
+        "dead-hosts-hold-up-files image-folder-takes-everybodys-threads paths-leave-their-folder "
+        "links-lead-anywhere pickle "
         "adapters-read-as-pickles",
     ),
 )
@@ -516,10 +518,12 @@ MISTAKES = (
         "No API keys, listening on every address, secrets in logs",
         "keys-not-checked listens-to-everybody binds-to-everything no-key-for-other-machines keys-in-the-log",
     ),
+    Promise("operation", "An error tells where objects lie in the server's memory", "addresses-in-answers"),
     Promise(
         "operation",
         "One owner sees, samples, changes or deletes what belongs to another",
-        "ids-of-others-in-paths ids-of-others-in-bodies",
+        "ids-of-others-in-paths ids-of-others-in-bodies open-samplers-do-not-hear-of-it "
+        "samplers-of-unpublished-checkpoints-go-on",
     ),
     Promise(
         "operation",
@@ -815,8 +819,8 @@ MISTAKES = (
     Promise("operation", "A database that another program holds is an error full of SQL", "lock-unexplained"),
     Promise(
         "operation",
-        "The server is healthy before training and sampling work",
-        "healthy-before-it-is ready-before-it-is",
+        "The server is healthy before training and sampling work, or while no step of a sampler ends",
+        "healthy-before-it-is ready-before-it-is health-blind-to-stalls",
     ),
     Promise(
         "attention",
@@ -834,6 +838,8 @@ MISTAKES = (
         "grammars",
         "Structured output and calls only look alike: sampling is not constrained, or a hostile schema stops all",
         "grammar-lost-on-the-way grammar-not-given-to-vllm deep-schemas-pass schema-of-elsewhere "
+        "grammar-without-a-budget not-is-ignored keywords-beside-a-reference a-free-key-may-be-a-listed-one "
+        "blanks-without-a-bound "
         "tools-without-their-grammar calls-not-counted-as-the-end",
         (
             "sampling/test_grammars.py::test_other_requests_in_the_batch_are_the_same",
@@ -877,6 +883,11 @@ MISTAKES = (
             "http/test_anthropic_on_fakes.py::test_what_is_not_served_is_refused_by_name_on_fakes",
             "http/test_http_fuzz_on_fakes.py::test_every_route_that_takes_a_body_is_fuzzed_on_fakes",
         ),
+    ),
+    Promise(
+        "endpoints",
+        "Text of a message becomes a control token, or a template misses the thoughts in an assistant's text",
+        "added-tokens-that-are-not-special-are-text templates-do-not-see-thoughts",
     ),
     Promise(
         "endpoints",

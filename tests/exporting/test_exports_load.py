@@ -288,6 +288,9 @@ def test_experts_alone_are_exported_for_peft(tuned: Make, tmp_path: Path) -> Non
     """`target_modules` is empty then."""
     trained = tuned("qwen3_moe", False)
     shutil.copytree(trained.checkpoint, tmp_path / "c")
+    config = json.loads((trained.checkpoint / "adapter_config.json").read_text())
+    assert {"w1", "w2", "w3"} < set(config["target_modules"])
+    (tmp_path / "c" / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ["w1", "w2", "w3"]}))
     tensors = load_file(trained.checkpoint / "adapter_model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
     save_file(kept, tmp_path / "c" / "adapter_model.safetensors", metadata={"format": "pt"})

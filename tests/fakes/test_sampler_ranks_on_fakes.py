@@ -92,16 +92,18 @@ def test_gpus_are_divided_among_replicas_and_a_wrong_number_is_refused_in_one_li
 
 @dataclass
 class Engine:
-    """Notes its calls. A step ends one sequence, with `drawn`."""
+    """Notes its calls, and in `heard` the masks of rank 0. A step ends one sequence, with `drawn`."""
 
     drawn: int = 1
     done: list[Any] = field(default_factory=list)
+    heard: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         draw = types.SimpleNamespace(seed=lambda seed: self.done.append(("seed", seed)))
         runner = types.SimpleNamespace(sampler=types.SimpleNamespace(topk_topp_sampler=draw), lora_manager="worker")
         worker = types.SimpleNamespace(model_runner=runner)
         self.model_executor = types.SimpleNamespace(driver_worker=worker)
+        self.grammar_masks = types.SimpleNamespace(tell=lambda: {"0-0": len(self.done)}, hear=self.heard.append)
 
     def add_request(self, name: str, *, lora_request: Any = None) -> None:
         if name == "refused":
@@ -186,6 +188,7 @@ def test_other_ranks_do_what_the_first_one_does_in_its_order_and_not_what_it_ref
     assert ranks.second.done == ranks.first.done
     assert ranks.first.done[0][0] == "seed"
     assert ranks.first.done[1:4] == [("add_request", "0-0", "a"), "step", ("remove_lora", 3)]
+    assert ranks.second.heard == [{"0-0": 2}, {"0-0": 6}]
 
 
 @pytest.mark.mutation(

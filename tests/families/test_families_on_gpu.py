@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tinker_local.backend.families import FAMILIES
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
-from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
+from tinker_local.backend.tiny_models import make_experts_alike, make_tiny_text_model, make_tiny_vl_model
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
@@ -27,17 +26,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 SERVED = [name for name in FAMILIES if name not in ("qwen3_5_text", "qwen3_5_moe_text")]  # as with images
 LENGTH = 60
-
-
-def make_experts_alike(folder: Path) -> None:
-    """Rewrite a model whose experts are in one tensor [experts, ...]: each keeps a tenth of what sets it apart."""
-    (file,) = folder.glob("*.safetensors")
-    weights = load_file(file)
-    for name, weight in weights.items():
-        if ".experts." in name and weight.ndim == 3:
-            common = weight.mean(0, keepdim=True)
-            weights[name] = common * (weight.std() / common.std()) + 0.1 * (weight - common)
-    save_file(weights, file, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(

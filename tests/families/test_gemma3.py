@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.models.load_engines import load_renderer
 from tinker_local.backend.rendering.hf_text import HFText
@@ -40,6 +41,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests.float64 import Exact, InFloat64
 from tests.rendering.conftest import Pictures
+from tests.rendering.test_decoding import on_white
 from tests.rendering.test_image_counts import SHAPES as EVERY_SHAPE
 from tests.training.autograd_reference import assert_computes_like
 
@@ -273,7 +275,7 @@ def test_a_chat_with_images_has_the_ids_and_pixels_of_the_hf_processor(
     rendered = renderer.render(codec.chat([ChatMessage("user", tuple(parts))], {}, go_on=False), "x")
     content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
     text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    rgb = [image.convert("RGB") for image in shown]
+    rgb = [Image.fromarray(on_white(pictures.file(image))) for image in shown]
     hf = processor(text=[text], images=[rgb], add_special_tokens=False, return_tensors="np")
     assert rendered.token_ids.tolist() == hf["input_ids"][0].tolist()
     is_image = np.zeros(rendered.length, np.int64)

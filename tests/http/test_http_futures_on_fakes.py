@@ -472,3 +472,24 @@ async def test_requests_that_failed_keep_nothing_of_what_was_sent_on_fakes(api: 
         # A busy machine may not have ended the task yet that held them.
         await api.until(partial(gone, tokens))
         assert "user" in await api.failure(operation.request_id)
+
+
+async def test_gradients_that_were_computed_keep_nothing_of_what_was_sent_on_fakes(api: Api) -> None:
+    """Their results once held the command until a client read its failure: the data for 15 minutes."""
+
+    async def gradient() -> tuple[Operation[Any], weakref.ref[Any]]:
+        data = (datum([5, 9, 20]),)
+        request = ForwardBackwardRequest(model_id=model, seq_id=1, data=data, loss_fn="cross_entropy")
+        targets = weakref.ref(data[0].loss_fn_inputs["target_tokens"].data)
+        return await api.backend.training.forward_backward(request), targets
+
+    def gone() -> bool:
+        gc.collect()
+        return targets() is None
+
+    model = await api.model()
+    operation, targets = await gradient()
+    assert await operation.wait(30)
+    assert not operation.failed
+    await api.until(gone)
+    assert await api.result(operation.request_id)

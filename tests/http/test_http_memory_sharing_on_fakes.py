@@ -225,7 +225,8 @@ async def test_a_sampler_that_cannot_sleep_leaves_the_error_as_it_is_on_fakes(st
     api = await start_api(memory=FakeMemory(SIZE, SAMPLERS), sampler_sleeps=False)
     model = await api.model()
     failure = await api.failure(await api.gradient(model, 1, [datum(NEEDS_ALL)]))
-    assert failure == f"server: data[0]: {NEEDS_ALL} positions do not fit in the trainer's memory"
+    left = "no gradient is left since the last optimizer step"
+    assert failure == f"server: data[0]: {NEEDS_ALL} positions do not fit in the trainer's memory; {left}"
     assert len(gradients(api)) == 1
     assert sleeps(api) == (0, False)
 
@@ -240,7 +241,8 @@ async def test_with_several_base_models_no_sampler_sleeps_on_fakes(start_api: St
 
 async def test_what_fits_nowhere_fails_after_one_more_try_on_fakes(api: Api) -> None:
     model = await api.model()
-    expected = f"server: data[1]: {TOO_LONG} positions do not fit in the trainer's memory"
+    left = "no gradient is left since the last optimizer step"
+    expected = f"server: data[1]: {TOO_LONG} positions do not fit in the trainer's memory; {left}"
     assert await api.failure(await api.gradient(model, 1, [datum(FITS), datum(TOO_LONG)])) == expected
     assert len(gradients(api)) == 2
     assert await api.failure(await api.gradient(model, 2, [datum(FITS), datum(TOO_LONG)])) == expected

@@ -17,8 +17,9 @@ from tinker_local.types.codec import encode_forward_backward_request
 
 from tests.http.conftest import Api
 
-COMPUTED = {"checkpoint_folder", "full_disk_explained"}
-"""Of the store, without a look at the disk: a path made of a record, and a context that turns errors into others."""
+COMPUTED = {"checkpoint_folder", "full_disk_explained", "next_save"}
+"""Of the store, without a look at the disk: a path made of a record, a context that turns errors into others, and a
+number that is counted."""
 
 
 def png() -> bytes:

@@ -8,6 +8,8 @@ import torch
 from PIL import Image
 from tinker_local.types import EncodedTextChunk, ModelInput
 
+from tests.rendering.test_decoding import on_white
+
 SHAPES = [
     (1, 1), (16, 16), (28, 28), (32, 32), (33, 33), (64, 64), (97, 389), (100, 150), (150, 100), (224, 224),
     (1, 60), (60, 1), (2, 399), (31, 700), (700, 31), (1000, 50), (50, 1000), (320, 240), (240, 320), (512, 512),
@@ -23,7 +25,7 @@ def test_25_shapes_count_alike_and_have_equal_pixels(rendering: Any, pictures: A
         client = processor.get_number_of_image_patches(height, width, {}) // processor.merge_size**2
         chunk = pictures.chunk(image, expected_tokens=client)
         rendered = rendering.renderer.render(ModelInput(chunks=(chunk,)), "x").images[0].image
-        hf = processor(images=[Image.open(image_file(chunk)).convert("RGB")], return_tensors="np")
+        hf = processor(images=[Image.fromarray(on_white(chunk.data))], return_tensors="np")
         assert rendered.num_tokens == client == hf["image_grid_thw"].prod() // processor.merge_size**2
         assert rendered.grid_thw == tuple(hf["image_grid_thw"][0])
         assert np.array_equal(rendered.pixel_values, hf["pixel_values"])
@@ -31,12 +33,6 @@ def test_25_shapes_count_alike_and_have_equal_pixels(rendering: Any, pictures: A
         # float32 on CPU, bfloat16 on CUDA
         assert torch.equal(vllm["pixel_values"], torch.from_numpy(hf["pixel_values"]).to(vllm["pixel_values"].dtype))
         assert vllm["image_grid_thw"].tolist() == list(rendered.grid_thw)
-
-
-def image_file(chunk: Any) -> Any:
-    import io
-
-    return io.BytesIO(chunk.data)
 
 
 @pytest.mark.parametrize("count", range(10))

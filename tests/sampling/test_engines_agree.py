@@ -181,7 +181,7 @@ async def test_queries_that_grow_with_their_position_do_so_in_the_sampler(
     folder = scaled_queries(tmp_path / "model")
     *_, trains, said = await start(folder, tmp_path / "data", compare_seconds=60.0)
     assert "trained by the autograd decoder" in trains
-    agreed = re.search(r"agree to (\S+) nats, .*: logprobs of up to 255 positions; rotary positions compared at", said)
+    agreed = re.search(r"agree to (\S+) nats .*: logprobs of up to 255 positions; rotary positions compared at", said)
     assert agreed is not None
     assert float(agreed[1]) < 1e-4
     monkeypatch.setattr("tinker_local.backend.vllm_engine.build_engine.query_scaling", lambda model: {})

@@ -12,14 +12,14 @@ from tinker_local.backend.vllm_engine.patches import PATCHES, Patch
 TESTS = Path(__file__).parents[1]
 FOLDER = Path(patches.__file__).parent
 
-OWN_OBJECTS = {"engine_thread.py", "host_memory.py", "vllm_sampler.py"}
+OWN_OBJECTS = {"engine_thread.py", "grammar_process.py", "host_memory.py", "vllm_sampler.py"}
 """Modules that only assign to their own objects."""
 
 NOT_INTERNAL = {
     *("seed", "logprobs", "prompt_logprobs", "extra_args", "skip_reading_prefix_cache"),  # of SamplingParams
     "id",  # of LoRAModel
-    *("kept_by_dynamo", "in_torch"),  # ours
-    *("disable", "set_num_threads"),  # torch's
+    *("kept_by_dynamo", "in_torch", "grammar_masks"),  # ours
+    *("disable", "set_num_threads", "_parameters"),  # torch's
     "_exit",  # of os
 }
 """Names that are assigned to and are not internals of vLLM."""

@@ -22,7 +22,6 @@ class Sent:
         """A forward_backward that is prepared."""
         operation: Operation[Any] = Operation(f"run:{seq_id}", "forward_backward")
         command = GradientCommand(operation, None, began=began)
-        command.operation.on_failure_read = lambda: self.queue.failure_read(command)
         command.prepared = asyncio.get_running_loop().create_future()  # type: ignore[assignment]
         command.prepared.set_result(TrainWork("run", [], "cross_entropy"))  # type: ignore[union-attr]
         self.queue.add(seq_id, command)

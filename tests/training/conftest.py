@@ -208,7 +208,7 @@ def gradients() -> Callable[[HFTrainer, str], dict[str, np.ndarray]]:
     def read(trainer: HFTrainer, adapter_id: str) -> dict[str, np.ndarray]:
         adapter = trainer._adapters[adapter_id]
         flat = torch.zeros_like(adapter.weights) if adapter.gradient is None else adapter.gradient
-        return {spec.name: spec.view(flat).clone().numpy() for spec in adapter.specs}
+        return {spec.name: spec.view(flat).clone().cpu().numpy() for spec in adapter.specs}
 
     return read
 

@@ -264,7 +264,7 @@ def test_a_step_that_would_leave_what_is_not_finite_changes_nothing_on_the_gpu(
     ours = trainer("qwen3", dtype=None, device="cuda")
     cases: list[tuple[float, dict[str, float], str]] = [
         (1.0, {"eps": 0.0}, "lora_A.weight and of "),
-        (1e21, {}, "exp_avg_sq of base_model.model.model.layers.0."),
+        (1e21, {}, "base_model.model.model.layers.0."),
         (1.0, {"learning_rate": 1e30, "weight_decay": 3e8}, "base_model.model.model.layers.0."),
     ]
     for size, settings, named in cases:
@@ -326,8 +326,8 @@ def test_a_step_on_the_gpu_is_refused_only_if_it_would_leave_what_is_not_finite(
 def test_a_step_on_the_gpu_waits_for_the_device_once_however_many_tensors_there_are() -> None:
     """And once more if it has to be tried first, one part after the other."""
     waits, most = [], []
-    size = 2**24
-    for count, settings in itertools.product((1, 200), (AdamParams(), AdamParams(eps=0.0))):
+    size, both = 2**24, (AdamParams(), AdamParams(eps=0.0))
+    for number, (count, settings) in enumerate(((1, AdamParams()), *itertools.product((1, 200), both))):
         weights, gradient = torch.ones(2, size, device="cuda")
         state = ADAMW.new_state(torch, weights)
         tensors = {str(at): (at * size // count, (at + 1) * size // count) for at in range(count)}
@@ -341,8 +341,9 @@ def test_a_step_on_the_gpu_waits_for_the_device_once_however_many_tensors_there_
                 ADAMW.step(torch, weights, gradient, state, settings, 2.0**12, tensors, Limits(1e38, 1e38))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        waits.append(len(seen))
-        most.append(torch.cuda.max_memory_allocated() - before)
+        if number:  # the first step of a process waits for more
+            waits.append(len(seen))
+            most.append(torch.cuda.max_memory_allocated() - before)
     print(f"waits {waits}, bytes {most}")
     assert waits == [1, 2, 1, 2]
     assert most[0] < 2**20

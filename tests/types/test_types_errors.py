@@ -13,8 +13,8 @@ from tinker_local.types import ApiError, InternalError, InvalidRequestError
 def test_no_message_has_an_address_of_memory(kind: type[ApiError]) -> None:
     for foreign in (io.BytesIO(), object(), test_no_message_has_an_address_of_memory):
         assert " at 0x" in repr(foreign)
-        text = str(kind(f"data[3]: {foreign!r} is no picture"))
+        text = str(kind(f"data[3]: {foreign!r} is not a picture"))
         assert "0x" not in text
         assert text.startswith("data[3]: <")
-        assert text.endswith("> is no picture")
+        assert text.endswith("> is not a picture")
     assert str(kind("token 0xff")) == "token 0xff"

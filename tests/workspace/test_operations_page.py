@@ -53,7 +53,8 @@ NO_LIMITS = {
     "rendering.text.MOST_UNREAD",
     "control.sampling_clients.MOST_CLIENTS",  # of 63 bits
     "scheduling.image_turns.MOST_RENDERED_BYTES",  # by the machine's memory; docs/sampling.md
-    "models.model_folder.LONGEST_HEADER",  # of safetensors
+    "weight_files.LONGEST_HEADER",  # of safetensors
+    "models.adapter_check.MOST_IN_32_BITS",  # nats
 }
 """Constants whose names say that they are the most, and that bound nothing which a client sends or sees."""
 

@@ -13,8 +13,12 @@ ROOT = Path(__file__).parents[2]
 PICKLES = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 """Modules that run what they read."""
 
-BETWEEN_OWN_PROCESSES = {"backend/process/messages.py"}
-"""Reads what the process that it started writes, over a socket that only the two have."""
+BETWEEN_OWN_PROCESSES = {
+    "backend/process/messages.py",
+    "backend/vllm_engine/grammar_process.py",
+    "backend/vllm_engine/grammar_server.py",
+}
+"""Each reads what a process that it started, or that started it, writes, over a socket that only the two have."""
 
 OTHER_READERS = {"torch.load", "torch.save", "np.load", "numpy.load"}
 EVENT_LOOPS = {"asyncio.run", "asyncio.Runner", "asyncio.new_event_loop", "uvloop.new_event_loop"}

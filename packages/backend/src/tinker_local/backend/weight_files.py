@@ -58,19 +58,26 @@ def weight_files(folder: Path) -> list[str]:
     return [SINGLE] if (folder / SINGLE).is_file() else []
 
 
-def folder_of(model: str) -> Path | None:
-    """The folder with all weights of `model`, a folder or a name of the hub, whose cache may have it; None if this
-    machine does not have all of them."""
-    folder = Path(model)
-    if not folder.is_dir():
-        if importlib.util.find_spec("huggingface_hub") is None:
-            return None
-        from huggingface_hub import try_to_load_from_cache
+def folder_on_disk(model: str) -> Path | None:
+    """The folder of `model`, a folder or a name of the hub, whose cache may have it; None if this machine has none."""
+    if Path(model).is_dir():
+        return Path(model)
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
+    try:
         config = try_to_load_from_cache(model, "config.json")
-        if not isinstance(config, str):
-            return None
-        folder = Path(config).parent
+    except HFValidationError:  # a name that no model of the hub can have
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def folder_of(model: str) -> Path | None:
+    """The same if it has all weights, else None."""
+    if (folder := folder_on_disk(model)) is None:
+        return None
     names = weight_files(folder)
     return folder if names and all((folder / name).is_file() for name in names) else None
 

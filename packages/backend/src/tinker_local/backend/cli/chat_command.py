@@ -13,11 +13,11 @@ from urllib.parse import quote
 import click
 from tinker_local.backend.cli.backend_options import Number, WholeNumber
 from tinker_local.backend.cli.server_client import open_client, refusal, server_options, unreachable
-from tinker_local.types import PromptLayout, as_rgb, image_format
-from tinker_local.types.prompt_layout import PromptOrder
 
 if TYPE_CHECKING:
     import httpx
+    from tinker_local.types import PromptLayout
+    from tinker_local.types.prompt_layout import PromptOrder
 
 HELP = (
     "/image FILE adds a picture to your next message, /text TEXT a text, and /send sends it; a line is a text that is "
@@ -32,7 +32,7 @@ class Chat:
     """A conversation with `model` of the server behind `http`, in messages of the form `layout`."""
 
     def __init__(
-        self, http: "httpx.Client", model: str, system: str | None, layout: PromptLayout, settings: dict[str, Any]
+        self, http: "httpx.Client", model: str, system: str | None, layout: "PromptLayout", settings: dict[str, Any]
     ) -> None:
         self._http = http
         self._model = model
@@ -51,6 +51,8 @@ class Chat:
     def add_picture(self, file: Path) -> None:
         """Send a picture with the next message, shrunk to the layout's side; click.ClickException if the file cannot
         be sent."""
+        from tinker_local.types import image_format
+
         try:
             data = file.read_bytes()
         except OSError as error:
@@ -101,7 +103,7 @@ class Chat:
             raise click.ClickException(unreachable(self._http, error)) from None
 
 
-def in_order(parts: list[dict[str, Any]], order: PromptOrder | None) -> list[dict[str, Any]]:
+def in_order(parts: list[dict[str, Any]], order: "PromptOrder | None") -> list[dict[str, Any]]:
     """Parts of a message with all pictures before or after the texts; None: as they are."""
     if order is None:
         return parts
@@ -112,6 +114,7 @@ def shrunk(file: Path, data: bytes, side: int) -> bytes:
     """A picture's file, or one of at most `side` pixels a side, as examples/image_folders.py shrinks its pictures. It
     says so."""
     from PIL import Image
+    from tinker_local.types import as_rgb
 
     try:
         picture = as_rgb(Image.open(io.BytesIO(data)))
@@ -170,6 +173,8 @@ def chat(
     picture to the next message and /text TEXT a text, in the order given, and /send sends it. /reset forgets the
     conversation, /quit ends.
     """
+    from tinker_local.types import PromptLayout
+
     given = {name: value for name, value in settings.items() if value is not None}
     with open_client(url, {"Authorization": f"Bearer {api_key}"}) as http:
         trained = _layout_of(http, checkpoint)
@@ -184,7 +189,7 @@ def chat(
         _converse(talk, sys.stdin.isatty())
 
 
-def _order(chosen: str | None, trained: PromptOrder | None) -> PromptOrder | None:
+def _order(chosen: str | None, trained: "PromptOrder | None") -> "PromptOrder | None":
     """Of a message's parts, by the option `--order`; None: as they are given."""
     match chosen:
         case "picture-first" | "text-first":
@@ -195,9 +200,10 @@ def _order(chosen: str | None, trained: PromptOrder | None) -> PromptOrder | Non
             return trained
 
 
-def _layout_of(http: "httpx.Client", checkpoint: str) -> PromptLayout:
+def _layout_of(http: "httpx.Client", checkpoint: str) -> "PromptLayout":
     """How its program said that it was trained. ClickException unless a server takes the key and has the model."""
     import httpx
+    from tinker_local.types import PromptLayout
 
     try:
         answer = http.get(f"/v1/models/{quote(checkpoint, safe='')}")

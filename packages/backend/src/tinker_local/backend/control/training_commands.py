@@ -145,7 +145,6 @@ class Training:
         command = GradientCommand(operation, prepare, size, ran=ran, began=began)
         if (reason := self._bounds.too_large(model.queue, seq_id, size)) is not None:
             command = GradientCommand(operation, partial(_fail, InvalidRequestError(f"data: {reason}")), began=began)
-        operation.on_failure_read = partial(model.queue.failure_read, command)
         base.scheduler.submit(model.queue, seq_id, command)
         return operation
 

@@ -78,13 +78,14 @@ def look_at(source: ModelSource) -> ModelFiles:
             f"model_type {found.model_type!r} is not among those that docs/models.md lists as tested; it is compared "
             "in vLLM and transformers when it is loaded, and refused if they differ"
         )
-    found.problems += [
-        f"{path}: quantized weights cannot be trained; {family.quantized}" for path in _quantized(folder, config)
-    ]
+    quantized = [*_quantized(folder, config)]
+    found.problems += [f"{path}: quantized weights cannot be trained; {family.quantized}" for path in quantized]
     found.vision = family.vision is not None
     tensors = _weights(folder, found)
     found.parameters = sum(tensor.size for tensor in tensors.values())
-    found.problems += [*_other_dtypes(tensors, family), *_embedding_rows(folder, config, tensors)]
+    if not quantized:  # else it has been said
+        found.problems += _other_dtypes(tensors, family)
+    found.problems += _embedding_rows(folder, config, tensors)
     found.problems += _ids_beyond(folder, config, family)
     if tensors and any(folder.glob("pytorch_model*.bin")):
         found.warnings.append(f"{folder} has weights as pickles (*.bin) beside safetensors files, which alone are read")

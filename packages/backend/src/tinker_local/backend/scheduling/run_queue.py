@@ -36,6 +36,7 @@ from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from tinker_local.backend.rendering.rendered_input import rendered_bytes
@@ -437,6 +438,8 @@ class RunQueue:
             self.commands.poison(f"{command.operation.request_id} failed: {error}", command.era)
             error = reworded(error, f"{error}; {self._discarded()}")
             self._failed_at = self.now()
+            # A result is kept for long: it holds nothing of the command, and so of what was sent.
+            command.operation.on_failure_read = partial(self._failure_read, command.era)
         command.operation.fail(error)
 
     def _discarded(self) -> str:
@@ -464,9 +467,10 @@ class RunQueue:
                 async with asyncio.timeout(rest):
                     await self._arrival.wait()
 
-    def failure_read(self, command: GradientCommand) -> None:
-        """The client has read the failure of `command`. What it sends from now on is meant with that in mind."""
-        if command.operation.kind == "forward_backward" and command.era == len(self._failures_read):
+    def _failure_read(self, era: int) -> None:
+        """The client has read the failure of a forward/backward of `era`. What it sends from now on is meant with that
+        in mind."""
+        if era == len(self._failures_read):
             self._failures_read.append(self.now())
 
     # Preparing -------------------------------------------------------------------------------------------------------

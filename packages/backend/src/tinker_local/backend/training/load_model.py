@@ -21,6 +21,7 @@ from tinker_local.backend.training.vision_tower import VisionTower
 from tinker_local.backend.weight_files import folder_of
 from tinker_local.types import UnsupportedError
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -123,9 +124,14 @@ def check_weights(path: str, config: Any, family: Family) -> None:
 
 
 def config_of(path: str) -> Any:
-    """transformers' config of the model at `path`; UnsupportedError in a sentence if it cannot be read."""
+    """transformers' config of the model at `path`; UnsupportedError in a sentence if it cannot be read.
+
+    For some models vLLM registers other config classes, which lack what transformers' models read.
+    """
     try:
-        return transformers.AutoConfig.from_pretrained(path)
+        found = transformers.AutoConfig.from_pretrained(path)
+        own = getattr(transformers, CONFIG_MAPPING_NAMES.get(found.model_type, ""), type(found))
+        return found if type(found) is own else own.from_pretrained(path)
     except Exception as error:  # of any type, as above
         raise UnsupportedError(f"{path}: {_not_a_model(error)}") from error
 
@@ -201,7 +207,7 @@ def _load(
 
         return load_sharded(path, config, family, dtype, device, shards)
     model, info = getattr(transformers, family.auto_class).from_pretrained(
-        path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        path, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
     )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedError(

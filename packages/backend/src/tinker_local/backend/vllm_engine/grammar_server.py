@@ -2,8 +2,8 @@
 grammar, and of that one a fork for each request.
 
 A call of xgrammar cannot be interrupted, and some grammars make one token cost seconds. So each request has a process
-that ends in the middle of such a call, by a timer of its own processor time, and nothing else notices. What a fork
-has of its parent's memory, the vocabulary and the compiled grammar, takes none of its own.
+that a timer of its processor time ends, also in the middle of such a call, and nothing else notices. A fork shares the
+vocabulary and the compiled grammar with its parent, so they take no more memory.
 """
 
 import ctypes

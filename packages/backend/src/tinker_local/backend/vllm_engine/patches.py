@@ -552,6 +552,7 @@ PATCHES = (
         (
             "structured_output_manager",
             "grammar_init",
+            "grammar",
             "backend",
             "schedule",
             "running",

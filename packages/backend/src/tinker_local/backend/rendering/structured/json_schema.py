@@ -211,7 +211,7 @@ class _Writer:
             raise SchemaError(f"#{place}", "$ref", "refers to itself")
         above = (*above, place)
         if self._older and "prefixItems" in schema:
-            raise SchemaError(f"#{place}", "prefixItems", "is no keyword of this $schema")
+            raise SchemaError(f"#{place}", "prefixItems", "is not a keyword of this $schema")
         if self._older and "$ref" in schema and schema.keys() - NOTES - {"$ref", "$id"}:
             raise SchemaError(f"#{place}", "$ref", "this $schema ignores what is beside it; put both into an allOf")
         found = [Branch(frozenset({place}))]
@@ -326,7 +326,7 @@ class _Writer:
         kind = jsonschema.validators.validator_for(self._schema, default=jsonschema.Draft202012Validator)
         try:
             return all(kind(self._schema).evolve(schema=self._at(place)).is_valid(value) for place in node)
-        except Exception as error:  # of several types, for what is no schema
+        except Exception as error:  # of several types, if it is not a schema
             raise SchemaError(f"#{node[0]}", "enum", f"cannot be checked: {type(error).__name__}") from None
 
     def _types(self, branch: Branch) -> frozenset[str]:
@@ -609,7 +609,7 @@ class _Writer:
         return EMPTY if self._compact else optional(Text(" "))
 
     def _common(self, root: Node) -> dict[str, Expression]:
-        """Rules that all others refer to: blanks, and texts without a rule of their own."""
+        """Rules that all others refer to: blanks, and texts that no other rule describes."""
         indent = min(MOST_INDENT, INDENT * self._levels(root))
         line = seq(optional(Text("\r")), Text("\n"), repeat(each_of(" \t"), 0, indent))
         return {"gap": either(EMPTY, Text(" "), line), "text": repeat(_CHARACTER)}

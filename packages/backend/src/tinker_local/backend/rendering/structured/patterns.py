@@ -30,7 +30,7 @@ from tinker_local.backend.rendering.structured.ebnf import (
 MOST_REPEATS = 100_000
 
 ANY = chars((0, 0xD7FF), (0xE000, HIGHEST))
-"""Surrogates are no characters of a text."""
+"""Every character but surrogates, which a text cannot have."""
 
 _DIGIT, _WORD = chars((48, 57)), chars((48, 57), (65, 90), (95, 95), (97, 122))
 _SPACE = chars((9, 13), (32, 32), (160, 160), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F),

@@ -6,7 +6,7 @@ from typing import Any
 from tinker_local.backend.rendering.structured.json_schema import NOTES, SchemaError, grammar_of
 
 MOST_BLANKS = 65
-"""One after the other, in what is no JSON at its outside."""
+"""In a row, between the parts of a tag that is not JSON on its outside."""
 
 _PLAIN = frozenset({"type", "properties", "required", "items", "enum", "const", "additionalProperties", "anyOf"})
 """Keywords that xgrammar's own converter is trusted with, in parameters of calls that are written in XML."""

@@ -84,7 +84,7 @@ def check_positions(decoder: Decoder, modules: Any, family: Family, config: Any,
         found = decoder_rotations(modules, layers, rows(longest, axes, device), rotary)
         return {layer: rotation[:, :-1] for layer, rotation in found.items()}
 
-    rounding = torch.finfo(parameter.dtype).eps
+    rounding = max(torch.finfo(parameter.dtype).eps, torch.finfo(torch.float32).eps)  # of transformers' angles
     found = compare_rotations(rotate_on(decoder, family, config, device), own, max_positions, rounding, images=axes > 1)
     if found.missing:
         raise UnsupportedError(f"layer {found.missing[0]} has no positions, or has some only in transformers")
