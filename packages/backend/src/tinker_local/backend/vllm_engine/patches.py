@@ -391,6 +391,16 @@ PATCHES = (
         to_process=_correct_yarn_of_sections,
     ),
     Patch(
+        "copies of norms, with which positions are measured, compute with their own weights",
+        "a norm calls a method that vLLM chose, and perhaps compiled, for the module that was copied",
+        "0.32",
+        ("_forward_method",),
+        (
+            "sampling/test_engines_agree.py::test_a_model_that_the_engines_compute_alike_starts_and_says_how_close_they_are",
+        ),
+        used_in=("engine_positions.py",),
+    ),
+    Patch(
         "features of images stay on the device for later requests",
         "vLLM keeps only as many positions as one step has. A prompt whose image ends in the last, incomplete block of "
         "its KV cache needs the features again, so requests that alternate between a few images encode them each time",
