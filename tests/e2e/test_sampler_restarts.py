@@ -78,7 +78,7 @@ def test_sampling_goes_on_after_a_kill_and_a_hang_as_if_there_had_been_none(
         wait_until(lambda: base.sample_turns.sequences >= LOAD)
         began = time.monotonic()
         os.kill(killed[rank], how)
-        wait_until(lambda: base.problem is not None)
+        wait_until(lambda: base.sampler_supervisions[0].problem is not None)  # before that, that sampling stalls
         noticed = time.monotonic() - began
         assert driver.backend.problems()[0].startswith("tiny/text: the sampler's process")
         trained(driver, model, 1)

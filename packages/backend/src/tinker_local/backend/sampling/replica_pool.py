@@ -1,6 +1,7 @@
 """`ReplicaPool`: `sampling.sampler.Sampler` on several samplers of one base model, each on its own device."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
@@ -132,8 +133,16 @@ class ReplicaPool:
         await self._by_all(lambda replica: replica.wake(), [each for each in self.replicas if each.asleep])
 
     async def pulse(self) -> None:
-        """Return when all have made progress."""
-        await self._by_all(lambda replica: replica.pulse())
+        """Return when one has made progress: sampling works while one replica does."""
+        pulses = [asyncio.ensure_future(replica.pulse()) for replica in self.replicas]
+        try:
+            for pulse in asyncio.as_completed(pulses):
+                with contextlib.suppress(Exception):  # of one that has ended
+                    await pulse
+                    return
+        finally:
+            for each in pulses:
+                each.cancel()
 
     async def rotations(
         self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64], replica: int = 0
