@@ -91,7 +91,7 @@ class KeyFile:
 
     def watch(self) -> None:
         """Read the file again every `REREAD_SECONDS` from now on, in a thread that ends with this object. Without it,
-        who asks for keys reads it."""
+        each look at the keys reads the file."""
         self._watched = True
         if not self._path.is_file():
             log.warning("the keys stay as they are, because %s is not a file that can be read again", self._path)

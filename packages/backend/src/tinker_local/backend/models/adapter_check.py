@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.models.agreement import trainer_draws, with_random_b
+from tinker_local.backend.models.agreement import nudged_draws, with_random_b
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.trainer import AdapterDType, AdapterState, Trainer
 from tinker_local.types import LoraConfig
@@ -39,7 +39,8 @@ def adapter_on(
             if not effect > LARGEST_EFFECT:
                 break
             state = _halved(state)
-        return trainer.capture(_ID, optimizer=False, dtype=dtype), trainer_draws(trainer, _ID, probes), effect
+        draws = [logprobs, *nudged_draws(trainer, _ID, probes)]
+        return trainer.capture(_ID, optimizer=False, dtype=dtype), draws, effect
     finally:
         trainer.remove_adapter(_ID)
 

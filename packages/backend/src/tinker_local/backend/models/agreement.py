@@ -184,13 +184,17 @@ def worst(agreements: Sequence[Agreement]) -> Agreement:
 def trainer_draws(
     trainer: Trainer, adapter_id: str | None, probes: Sequence[RenderedInput]
 ) -> list[npt.NDArray[np.float32]]:
-    """The trainer's logprobs of `probes`, and those of the short ones with other rounding, `DRAWS` times. Long ones
-    would take most of a start, and round alike."""
+    """The trainer's logprobs of `probes`, and `nudged_draws`."""
+    return [trainer.logprobs(adapter_id, *probes), *nudged_draws(trainer, adapter_id, probes)]
+
+
+def nudged_draws(
+    trainer: Trainer, adapter_id: str | None, probes: Sequence[RenderedInput]
+) -> list[npt.NDArray[np.float32]]:
+    """The logprobs of the short `probes` with other rounding, `DRAWS` times. Long ones would take most of a start, and
+    round alike."""
     short = _short(probes)
-    return [
-        trainer.logprobs(adapter_id, *probes),
-        *(trainer.logprobs(adapter_id, *short, nudge=1 + draw) for draw in range(DRAWS)),
-    ]
+    return [trainer.logprobs(adapter_id, *short, nudge=1 + draw) for draw in range(DRAWS)]
 
 
 def judge(

@@ -32,7 +32,7 @@ Told = Mapping[str, npt.NDArray[np.int32]]
 
 
 class Seat:
-    """Where a sequence finds its matcher. Other ranks get one without: they are told the masks."""
+    """Where a sequence finds its matcher. Other ranks have none: rank 0 sends them the masks."""
 
     def __init__(self, matcher: Matcher | None, index: int) -> None:
         self.matcher = matcher
