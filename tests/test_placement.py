@@ -179,7 +179,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
 
     found: dict[int, float] = {}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (int(found[gpu] * GIB), 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu=None: "NVIDIA H100 80GB HBM3")
     return found
 
 
