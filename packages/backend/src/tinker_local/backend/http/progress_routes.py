@@ -95,9 +95,10 @@ def run_json(run: TrainingRun, ephemeral: Sequence[EphemeralVersion]) -> dict[st
 
 
 def model_json(model: ServedModel) -> dict[str, Any]:
-    """How busy a base model is."""
+    """How busy a base model is, and the seconds of each stage of its start, by the part of the server."""
     metrics = model.metrics()
-    return {"names": list(model.names), **{name: getattr(metrics, name) for name in OF_MODELS}}
+    start = {part: {each.name: round(each.seconds, 3) for each in stages} for part, stages in model.start.items()}
+    return {"names": list(model.names), **{name: getattr(metrics, name) for name in OF_MODELS}, "start": start}
 
 
 @router.get("/training_runs/{run_id}/curve")

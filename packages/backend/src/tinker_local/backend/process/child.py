@@ -28,6 +28,7 @@ from tinker_local.backend.process.messages import (
     travels,
 )
 from tinker_local.backend.rendering.rendered_input import RenderedImage
+from tinker_local.backend.stages import note, process_seconds
 from tinker_local.types import ApiError, InternalError
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ def main(descriptor: int) -> None:
     threading.Thread(target=_end_with, args=(channel,), daemon=True, name="parent").start()
     with while_importing("torch"):
         start: Start = channel.receive()  # imports what the program needs
+    note("imports", process_seconds())
     logging.basicConfig(level=start.log_level, handlers=[_Forwarding(channel, start.name)])
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         start.program(Inbox(channel))

@@ -10,6 +10,7 @@ from tinker_local.backend.process.calls import Calls
 from tinker_local.backend.process.child import LOAD
 from tinker_local.backend.process.messages import Program
 from tinker_local.backend.process.process_group import ProcessGroup
+from tinker_local.backend.stages import Stage
 
 _REAP_SECONDS = 20.0
 """More than a group takes to end after one of its processes has."""
@@ -21,7 +22,7 @@ class ProcessEngine(ABC):
 
     As `models.supervision.Supervised`: `on_end` is called in a thread, after `ended` was set, when a group has ended by
     itself or was killed, and before a call fails for it. Loading may take as long as it takes the first time, and later
-    ten times that, or `timeout` seconds if that is more.
+    ten times that, or `timeout` seconds if that is more. `stages`: of the last load, in the first process.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class ProcessEngine(ABC):
     ) -> None:
         self.on_end: Callable[[], None] = lambda: None
         self.load_seconds = 0.0
+        self.stages: Sequence[Stage] = ()
         self._name = name
         self._programs = programs
         self._environments = environments

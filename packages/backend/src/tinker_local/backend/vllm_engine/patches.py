@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tinker_local.backend.families import family_of
+from tinker_local.backend.stages import stage
 from tinker_local.backend.vllm_engine import (
     adapter_targets,
     delta_net_on_cpu,
@@ -79,6 +80,48 @@ def _name_ranks() -> None:
 
     if not hasattr(original, "__wrapped__"):
         ExecutorWithExternalLauncher._distributed_args = distributed_args
+
+
+_STAGES = {
+    "init_device": "device",
+    "load_model": "weights",
+    "determine_available_memory": "compiled",
+    "initialize_from_config": "KV cache",
+    "compile_or_warm_up_model": "kernels",
+}
+"""What vLLM's worker does in a start, by its methods. The first forward compiles the model."""
+
+
+@functools.cache
+def _time_stages() -> None:
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    original: Any = WorkerWrapperBase.init_worker
+
+    @functools.wraps(original)
+    def init_worker(self: Any, *args: Any, **given: Any) -> None:
+        original(self, *args, **given)
+        worker = self.worker
+        for method, name in _STAGES.items():
+            setattr(worker, method, _timed(getattr(worker, method), name))
+        make_runner = worker.init_device
+
+        def init_device() -> None:
+            make_runner()
+            worker.model_runner.capture_model = _timed(worker.model_runner.capture_model, "graphs")
+
+        worker.init_device = init_device
+
+    WorkerWrapperBase.init_worker = init_worker
+
+
+def _timed(method: Any, name: str) -> Any:
+    @functools.wraps(method)
+    def timed(*args: Any, **given: Any) -> Any:
+        with stage(name):
+            return method(*args, **given)
+
+    return timed
 
 
 def _leave_transformers_alone() -> None:
@@ -409,6 +452,15 @@ PATCHES = (
         ("sampling/test_image_features_stay.py::test_requests_of_more_images_than_a_step_holds_encode_each_once",),
         hook="none: EngineArgs sets it to max_num_batched_tokens, which also sizes the profiling run at start-up",
         to_config=_keep_images,
+    ),
+    Patch(
+        "the stages of a start are timed",
+        "vLLM logs some of them, in sentences that change",
+        "0.26 to 0.32",
+        ("init_worker", "init_device", "capture_model"),
+        ("sampling/test_start_stages.py::test_an_engine_says_where_the_time_of_its_start_went",),
+        hook="none",
+        to_process=_time_stages,
     ),
     Patch(
         "each group of tensor parallel ranks names its shared memory differently",
