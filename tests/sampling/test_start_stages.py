@@ -2,11 +2,13 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tinker_local.backend.backend import InProcessBackend
 from tinker_local.backend.options import BackendOptions, EnginePlace, ModelSource
 from tinker_local.backend.stages import Stage, in_words, stage, taken
+from tinker_local.backend.vllm_engine import patches
 
 ENGINE = {"imports", "options", "device", "weights", "compiled", "KV cache", "kernels", "engine"}
 TRAINER = {"weights", "numbers checked", "decoder compared"}
@@ -39,6 +41,27 @@ def test_a_stage_that_fails_is_timed_and_leaves_the_one_around_it_right() -> Non
     assert inner.seconds >= 0.05
     assert outer.seconds >= 0
     assert in_words([inner, Stage("quick", 0.01)]) == f"inner {inner.seconds:.1f} s"
+
+
+def test_kernels_that_are_compiled_show_no_progress_bar_in_a_file(capfd: pytest.CaptureFixture[str]) -> None:
+    patches.apply_to_process()
+    from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry, VllmJitKernel
+
+    compiled = []
+
+    class Kernel(VllmJitKernel[int]):
+        def get_warmup_keys(self, *args: Any, **kwargs: Any) -> list[int]:
+            return [1, 2, 3]
+
+        def compile(self, compile_key: int) -> None:
+            compiled.append(compile_key)
+
+    registry = JitWarmupRegistry(None)
+    with registry.activate():
+        Kernel().register_warmup(rows=3)
+    registry.warmup()
+    assert compiled == [1, 2, 3]
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("place", ["inline", "process"])

@@ -37,7 +37,7 @@ STARTED = time.monotonic()
 OF_MODELS = (
     *("commands_running", "commands_waiting", "samples_running", "samples_waiting", "sequences", "kv_cache_used"),
     *("adapters", "sampler_versions", "trained_tokens", "sampled_tokens", "optimizer_steps", "samples"),
-    *("trainer_works", "sampler_works", "sampler_asleep"),
+    *("trainer_works", "sampler_works", "sampler_asleep", "kv_cache_bytes", "trainer_cached_bytes"),
 )
 """Fields of `ModelMetrics` in the answer for each base model."""
 

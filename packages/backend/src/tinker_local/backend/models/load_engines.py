@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinker_local.backend.daemon_thread import in_daemon_thread
+from tinker_local.backend.kernel_caches import use_writable_caches
 from tinker_local.backend.models.adapter_check import TARGETS
 from tinker_local.backend.models.model_folder import check_source
 from tinker_local.backend.models.place_engines import place_engines
@@ -244,7 +245,8 @@ def load_both(
     of_sampler, of_trainer = _in_daemon_thread(load_sampler), _in_daemon_thread(load_trainer)
 
     def both() -> "tuple[Sampler, Sequence[Stage], Trainer, Sequence[Stage]]":
-        for ended in wait([of_sampler, of_trainer], return_when=FIRST_EXCEPTION).done:
+        loading: list[Future[Any]] = [of_sampler, of_trainer]
+        for ended in wait(loading, return_when=FIRST_EXCEPTION).done:
             ended.result()
         sampler, trainer = of_sampler.result(), of_trainer.result()
         return sampler, _stages(sampler), trainer, _stages(trainer)
@@ -383,6 +385,7 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
     """vLLM for sampling and HF transformers for training, each with its own copy of the weights. Tells `progress` where
     they are if there are several GPUs."""
     taken()
+    use_writable_caches(options.data_dir, progress)
     with stage("imports"):
         import torch
         from tinker_local.backend.families import OTHER
@@ -446,7 +449,7 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
             renderer = load_renderer(source.path, dtype=dtype, max_pixels=options.max_image_pixels)
             text = HFText.load(source.path, renderer.tokens)
             tools = load_tools(source.path, config.model_type, options.tool_parser)
-        stages = {"server": taken()}
+        stages: dict[str, Sequence[Stage]] = {"server": taken()}
         sampler, stages["sampler"], trainer, stages["trainer"] = both()
     return Engines(
         renderer,
@@ -463,6 +466,7 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
         targets=(*TARGETS, "train_vision") if engine.train_vision else TARGETS,
         unknown_adapters=family is OTHER,
         compare_seconds=options.compare_seconds,
+        kv_cache_bytes=engines[0].kv_cache_bytes or 0,
         stages=stages,
     )
 

@@ -61,8 +61,8 @@ class Engines:
     that is not known. `targets`: the fields of `LoraConfig` that the trainer trains, of which an adapter is compared at
     the start, too. `unknown_adapters`: whether it must agree on all of them, since it is not known what the sampler's
     class of this architecture does with any. `compare_seconds`: how long the start may take to compare their logprobs
-    on long texts; 0: it does not. `stages`: where the time of loading went, of the server,
-    the sampler and the trainer.
+    on long texts; 0: it does not. `kv_cache_bytes`: of the sampler, on each of its GPUs; 0:
+    not known. `stages`: where the time of loading went, of the server, the sampler and the trainer.
     """
 
     renderer: Renderer
@@ -79,6 +79,7 @@ class Engines:
     targets: Sequence[str] = ()
     unknown_adapters: bool = False
     compare_seconds: float = 0.0
+    kv_cache_bytes: int = 0
     stages: Mapping[str, Sequence[Stage]] = field(default_factory=dict)
 
 
@@ -324,6 +325,8 @@ class ServedModel:
             versions_dropped=counts.versions_dropped,
             sequences=self.sample_turns.sequences,
             kv_cache_used=engines.sampler.kv_cache_used,
+            kv_cache_bytes=engines.kv_cache_bytes,
+            trainer_cached_bytes=engines.trainer.cached_bytes,
             samples_waiting=counts.samples_accepted - self.sample_turns.requests,
             commands_running=scheduler.commands_running,
             commands_waiting=scheduler.commands_waiting,

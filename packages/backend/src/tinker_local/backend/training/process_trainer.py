@@ -115,7 +115,9 @@ class ProcessTrainer(ProcessEngine):
 
     def _begin(self) -> None:
         makes = [self._make] if self._ranks == 1 else self._makes()
-        self._programs = [partial(serve_calls, make=make, describe=loaded, told=("images_encoded",)) for make in makes]
+        self._programs = [
+            partial(serve_calls, make=make, describe=loaded, told=("images_encoded", "cached_bytes")) for make in makes
+        ]
         if self._others is None:
             super()._begin()
         else:
@@ -177,6 +179,11 @@ class ProcessTrainer(ProcessEngine):
     def images_encoded(self) -> int:
         """Images that had passed the vision tower when the last call ended, of all processes so far."""
         return self._images_encoded + sum(cast(int, state.get("images_encoded", 0)) for state in self._calls.states)
+
+    @property
+    def cached_bytes(self) -> int:
+        """When the last call ended, of all ranks."""
+        return sum(cast(int, state.get("cached_bytes", 0)) for state in self._calls.states)
 
     def adapter_bytes(self, config: LoraConfig, optimizer: str = "adamw") -> int:
         """The size that the trainer reported when it was loaded, so that this does not wait for a running call.

@@ -4,9 +4,12 @@ Before you change the version of vLLM, read `PATCHES` and run `make test-vllm`. 
 `EngineArgs`, `LLMEngine`, `SamplingParams`, `LoRARequest`, `vllm.inputs`, the renderer.
 """
 
+import contextlib
 import functools
 import importlib
+import io
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +83,25 @@ def _name_ranks() -> None:
 
     if not hasattr(original, "__wrapped__"):
         ExecutorWithExternalLauncher._distributed_args = distributed_args
+
+
+@functools.cache
+def _keep_bars_out_of_files() -> None:
+    try:
+        warmup: Any = importlib.import_module("vllm.model_executor.warmup.jit_warmup").JitWarmupRegistry
+    except ImportError:  # before 0.32
+        return
+    original = warmup.warmup
+
+    @functools.wraps(original)
+    def without_bar(self: Any) -> None:
+        if sys.stderr.isatty():
+            original(self)
+        else:
+            with contextlib.redirect_stderr(io.StringIO()):
+                original(self)
+
+    warmup.warmup = without_bar
 
 
 _STAGES = {
@@ -452,6 +474,15 @@ PATCHES = (
         ("sampling/test_image_features_stay.py::test_requests_of_more_images_than_a_step_holds_encode_each_once",),
         hook="none: EngineArgs sets it to max_num_batched_tokens, which also sizes the profiling run at start-up",
         to_config=_keep_images,
+    ),
+    Patch(
+        "a start shows no progress bar where standard error is a file",
+        "vLLM's bar for the kernels that it compiles has no switch",
+        "CUDA, 0.32",
+        ("warmup",),
+        ("sampling/test_start_stages.py::test_kernels_that_are_compiled_show_no_progress_bar_in_a_file",),
+        hook="none: enable_jit_warmup=False compiles the kernels at the first requests instead",
+        to_process=_keep_bars_out_of_files,
     ),
     Patch(
         "the stages of a start are timed",
