@@ -126,7 +126,8 @@ async def load_base_models(
         )
         model.start = {**engines.stages, "comparisons": taken()}
         parts = [f"{part}: {words}" for part, stages in model.start.items() if (words := in_words(stages))]
-        progress(f"{names[0]}: started in {time.monotonic() - began:.1f} s ({'; '.join(parts)})")
+        of_these = f" ({'; '.join(parts)})" if parts else ""
+        progress(f"{names[0]}: started in {time.monotonic() - began:.1f} s{of_these}")
     await _compare_again(models, options)
 
 

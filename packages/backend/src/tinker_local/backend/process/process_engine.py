@@ -1,5 +1,6 @@
 """An engine in a group of processes, which can be started again after they have ended."""
 
+import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -11,6 +12,8 @@ from tinker_local.backend.process.child import LOAD
 from tinker_local.backend.process.messages import Program
 from tinker_local.backend.process.process_group import ProcessGroup
 from tinker_local.backend.stages import Stage
+
+log = logging.getLogger(__name__)
 
 _REAP_SECONDS = 20.0
 """More than a group takes to end after one of its processes has."""
@@ -100,4 +103,6 @@ class ProcessEngine(ABC):
     def end(self) -> None:
         """End the processes within seconds, with running calls. They do not start again."""
         self._closed = True
+        began = time.monotonic()
         self._disconnect()
+        log.info("the %s ended in %.1f s", self._name, time.monotonic() - began)
