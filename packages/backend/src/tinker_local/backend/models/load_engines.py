@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinker_local.backend.daemon_thread import in_daemon_thread
+from tinker_local.backend.heap import memory_of_gpus
 from tinker_local.backend.kernel_caches import use_writable_caches
 from tinker_local.backend.models.adapter_check import TARGETS
 from tinker_local.backend.models.model_folder import check_source
@@ -30,6 +31,7 @@ from tinker_local.backend.models.served_models import (
 )
 from tinker_local.backend.models.supervision import StallWatch, TrainerSupervision, supervise_sampler
 from tinker_local.backend.options import MICRO_BATCH_TOKENS, BackendOptions, DType, EnginePlace, ModelSource
+from tinker_local.backend.process.early import started_early
 from tinker_local.backend.process.ray_hosts import RayHosts
 from tinker_local.backend.process.ray_replicas import RayReplicas
 from tinker_local.backend.rendering.decoding import MAX_PIXELS
@@ -385,8 +387,28 @@ def make_vllm_rank(engine: "EngineOptions", seat: SamplerSeat) -> Any:
 def load_real(source: ModelSource, options: BackendOptions, progress: Progress) -> Engines:
     """vLLM for sampling and HF transformers for training, each with its own copy of the weights. Tells `progress` where
     they are if there are several GPUs."""
-    taken()
     use_writable_caches(options.data_dir, progress)
+    with started_early(_imports(options)):
+        return _load_real(source, options, progress)
+
+
+def _imports(options: BackendOptions) -> Mapping[str, str]:
+    """What processes that the engines will surely have import, while this one does, by their names. Imports neither
+    torch nor vLLM itself."""
+    one_gpu = len(memory_of_gpus()) == 1
+    places = {
+        "sampler": (options.sampler, "tinker_local.backend.vllm_engine.build_engine:import_vllm"),
+        "trainer": (options.trainer, "tinker_local.backend.training.worker"),
+    }
+    return {
+        name: function
+        for name, (place, function) in places.items()
+        if place == "process" or (one_gpu and place is None)
+    }
+
+
+def _load_real(source: ModelSource, options: BackendOptions, progress: Progress) -> Engines:
+    taken()
     with stage("imports"):
         import torch
         from tinker_local.backend.families import OTHER

@@ -137,6 +137,13 @@ def model_arguments(model: str, dtype: DType | None) -> dict[str, Any]:
     }
 
 
+def import_vllm() -> None:
+    """Import what `build_engine` needs, which leaves the process's state as it was."""
+    prepare_environment()
+    with process_state_kept(), while_importing("vllm"):
+        import vllm.v1.engine.llm_engine  # noqa: F401
+
+
 def build_engine(options: EngineOptions, events: patches.EngineEvents | None = None) -> Any:
     """A started `LLMEngine` that this process steps, with all of `patches` applied.
 
