@@ -120,16 +120,16 @@ async def load_base_models(
             progress(f"{names[0]}: runs with {target} are refused: {why}")
         with stage("long text"):
             reached = await model.check_far(verdict_file(options.data_dir, path, _settings(model, options)))
+        model.start = {**engines.stages, "comparisons": taken()}
+        parts = [f"{part}: {words}" for part, stages in model.start.items() if (words := in_words(stages))]
+        of_these = f" ({'; '.join(parts)})" if parts else ""
+        progress(f"{names[0]}: started in {time.monotonic() - began:.1f} s{of_these}")
         progress(f"{names[0]}: {engines.trainer.trains}")
         progress(
             f"{names[0]}: trainer and sampler agree to {max(difference, reached.difference):.1g} nats where rounding "
             f"alone makes {base.rounding.mean:.1g} nats, checked in {time.monotonic() - start:.1f} s: {reached}; "
             f"{positions.in_words(model.max_context_length)}"
         )
-        model.start = {**engines.stages, "comparisons": taken()}
-        parts = [f"{part}: {words}" for part, stages in model.start.items() if (words := in_words(stages))]
-        of_these = f" ({'; '.join(parts)})" if parts else ""
-        progress(f"{names[0]}: started in {time.monotonic() - began:.1f} s{of_these}")
     await _compare_again(models, options)
 
 
