@@ -24,9 +24,11 @@ RUN apt-get update \
 RUN --mount=from=wheels,source=/dist,target=/dist \
     --mount=from=wheels,source=/src/packages/backend/src/tinker_local/backend/cli,target=/requirements \
     pip install --no-cache-dir --no-deps --find-links /dist -r "/requirements/requirements-${ENGINE}.txt"
-RUN useradd --create-home --uid 1000 tinker && install -d -o tinker /data
+RUN useradd --create-home --uid 1000 tinker && install -d -m 700 -o tinker /data /data/home
 USER tinker
-ENV TINKER_LOCAL_SERVE_DATA_DIR=/data
+# Kernels that were compiled (vLLM's, Triton's, FlashInfer's, CUDA's) and models from a hub are below HOME, in the volume: a
+# new container finds them.
+ENV TINKER_LOCAL_SERVE_DATA_DIR=/data HOME=/data/home TORCHINDUCTOR_CACHE_DIR=/data/home/.cache/inductor
 VOLUME /data
 EXPOSE 8000
 # SIGTERM saves; docker kills 10 s later, unless it is given --stop-timeout.
