@@ -292,5 +292,5 @@ if __name__ == "__main__":
     for case in EXPERTS.values():
         check_experts("cpu", *case, dtype=torch.float32, relative=1e-5)
     check_experts("cpu", *EXPERTS["three ranks"], relative=3e-2)
-    with mock.patch("tinker_local.backend.training.triton_experts.shared_memory", lambda device: 99 * 1024):
+    with mock.patch("tinker_local.backend.training.triton_experts.shared_memory", return_value=99 * 1024):
         check_experts("cpu", *SMALLER_BLOCKS, dtype=torch.float32, relative=1e-5)
