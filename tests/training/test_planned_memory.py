@@ -9,6 +9,7 @@ import torch
 import transformers
 from tinker_local.backend.training.load_model import decoder_of_sizes
 from tinker_local.backend.training.recompute_policy import free_bytes
+from tinker_local.backend.training.spare_memory import leave_spare_memory
 
 FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "gemma3_text", "qwen3", "qwen3_untied", "qwen2_5_vl", "qwen3_vl")
 
@@ -56,3 +57,38 @@ def test_activations_keep_to_the_share_of_the_device_that_a_process_has(monkeypa
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", allowed)
         assert free_bytes(torch.device("cuda")) == expected
         assert free_bytes(torch.device("cuda", 1)) == expected
+
+
+@pytest.mark.mutation("no-spare-memory", "spare_memory.py", "+ free - SPARE_BYTES", "+ free")
+def test_a_trainer_leaves_memory_to_others_and_what_it_has_in_use_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card of 80 GiB, by the numbers that CUDA would give."""
+    gib, limits = 2**30, [1.0]
+    numbers: dict[str, Any] = {}
+    for name in ("mem_get_info", "memory_allocated", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: numbers[name])
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: limits[-1])
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: limits.append(share))
+
+    def give_back() -> None:
+        free, total = numbers["mem_get_info"]
+        cached = numbers["memory_reserved"] - numbers["memory_allocated"]
+        numbers.update(mem_get_info=(free + cached, total), memory_reserved=numbers["memory_allocated"])
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", give_back)
+    device = torch.device("cuda")
+
+    def limit(free: float, reserved: float, allocated: float) -> float:
+        numbers.update(mem_get_info=(int(free * gib), 80 * gib), memory_allocated=int(allocated * gib))
+        numbers["memory_reserved"] = int(reserved * gib)
+        leave_spare_memory(device)
+        return limits[-1] * 80
+
+    assert limit(free=30, reserved=20, allocated=16) == pytest.approx(49)
+    assert limit(free=1.5, reserved=48.5, allocated=16) == pytest.approx(49)
+    # Another program has taken a gibibyte: what was cached goes back first.
+    assert limit(free=0.5, reserved=48.5, allocated=16) == pytest.approx(48)
+    assert limit(free=0.5, reserved=48.5, allocated=48.5) == pytest.approx(48.5)
+    assert limit(free=60, reserved=16, allocated=16) == pytest.approx(75)  # and has ended
+    limits.append(0.25)  # an operator's own limit
+    assert limit(free=60, reserved=16, allocated=16) == pytest.approx(20)
+    leave_spare_memory(torch.device("cpu"))

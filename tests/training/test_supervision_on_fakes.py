@@ -451,7 +451,7 @@ def test_a_process_that_hangs_in_the_kernel_holds_up_neither_calls_nor_the_end_o
 ) -> None:
     """As one does whose device hangs: no signal ends it."""
     monkeypatch.setattr(process_group, "TICK", 0.1)
-    monkeypatch.setattr(process_group, "_REAP_SECONDS", 0.2)
+    monkeypatch.setattr(process_group, "REAP_SECONDS", 0.2)
     monkeypatch.setattr(calls, "TICK", 0.1)
     monkeypatch.setattr(calls, "CLOSE_SECONDS", 0.2)
     trainer = ProcessTrainer(trainers.hanging, timeout=0.2)

@@ -1,6 +1,8 @@
 """Behaviour that needs CUDA: variable-length attention in bfloat16, recomputed layers, and running out of memory."""
 
 import itertools
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -255,6 +257,55 @@ def test_real_memory_running_out_halves_the_budget(trainer: Any, make: Any, add_
         assert ours.micro_batch_tokens < 2**20
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+NEIGHBOUR = """
+import sys, time, torch
+GIB = 2**30
+context = torch.zeros(1, device="cuda")
+ballast = torch.empty(max(0, torch.cuda.mem_get_info()[0] - 4 * GIB), dtype=torch.uint8, device="cuda")
+print("ready", flush=True)
+least, taken, failed = torch.cuda.mem_get_info()[0], 0, 0
+import threading
+stop = threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
+while not stop.is_set():
+    least = min(least, torch.cuda.mem_get_info()[0])
+    try:
+        torch.empty(GIB, dtype=torch.uint8, device="cuda").fill_(1)
+        torch.cuda.synchronize()
+        taken += 1
+    except torch.OutOfMemoryError:
+        failed += 1
+    torch.cuda.empty_cache()
+print(least, taken, failed)
+"""
+"""A program that leaves 4 GiB of the GPU, and takes one of them again and again: the least that it saw free, how often
+it could, and how often it could not."""
+
+
+def test_a_program_that_takes_a_gibibyte_at_any_moment_ends_no_training(
+    trainer: Any, make: Any, add_adapter: Any
+) -> None:
+    ours = trainer("qwen3", dtype=None, device="cuda", micro_batch_tokens=2**20)
+    add_adapter(ours, "a")
+    neighbour = subprocess.Popen(
+        [sys.executable, "-c", NEIGHBOUR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert neighbour.stdout is not None
+    assert neighbour.stdout.readline() == "ready\n"
+    alone = torch.cuda.memory_reserved()
+    for _ in range(3):
+        (result,) = ours.forward_backward([make.work("a", [500] * 2000)])
+        assert isinstance(result, TrainResult), result
+        ours.optim_step("a", AdamParams())
+    most = torch.cuda.max_memory_reserved() - alone
+    out, _ = neighbour.communicate("")
+    least, taken, failed = map(int, out.split())
+    print(f"trained with {most / 2**30:.2f} GiB, {least / 2**30:.2f} left; a gibibyte was taken {taken} times")
+    assert failed == 0
+    assert taken > 0
+    assert most > 2**30  # or there would have been no need to leave any
 
 
 def test_a_step_that_would_leave_what_is_not_finite_changes_nothing_on_the_gpu(

@@ -93,20 +93,37 @@ def _nvml() -> Any:
 def memory_of_gpus() -> dict[int, tuple[int, int]]:
     """Bytes in use, by any process, and in all, of each GPU that this process sees, by the number that it has here.
     Empty without GPUs."""
+    found = {}
+    for at, nvml, gpu in _visible_gpus():
+        memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
+        found[at] = int(memory.used), int(memory.total)
+    return found
+
+
+def names_of_gpus() -> dict[int, str]:
+    """The kind of each GPU that this process sees, by the number that it has here."""
+    return {at: str(nvml.nvmlDeviceGetName(gpu)) for at, nvml, gpu in _visible_gpus()}
+
+
+def driver_of_gpus() -> str:
+    """The version of NVIDIA's driver, "580.65.06"; empty without GPUs."""
+    nvml = _nvml()
+    return "" if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
+
+
+def _visible_gpus() -> Iterator[tuple[int, Any, Any]]:
+    """The number of each GPU that this process sees, the library, and its handle there."""
     nvml = _nvml()
     if nvml is None:
-        return {}
+        return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(at) for at in range(nvml.nvmlDeviceGetCount())] if visible is None else visible.split(",")
-    found = {}
     for at, name in enumerate(name.strip() for name in names):
         with suppress(nvml.NVMLError):
-            by_name = (
+            found = (
                 nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else nvml.nvmlDeviceGetHandleByUUID(name)
             )
-            memory = nvml.nvmlDeviceGetMemoryInfo(by_name)
-            found[at] = int(memory.used), int(memory.total)
-    return found
+            yield at, nvml, found
 
 
 class MemoryInUse(NamedTuple):

@@ -112,6 +112,20 @@ def _engines() -> Iterator[Finding]:
             "this vLLM needs an NVIDIA GPU, and there is none (a container sees one with `docker run --gpus all`); "
             f"for vLLM on CPU, uninstall vllm and run `{engine_command('cpu')}`",
         )
+    else:
+        yield from _faults_of_gpus()
+
+
+def _faults_of_gpus() -> Iterator[Finding]:
+    from tinker_local.backend.cli.check_gpus import compiler_problem, cuda_of_torch, driver_problem, unlike
+    from tinker_local.backend.heap import driver_of_gpus, names_of_gpus
+
+    if (problem := driver_problem(driver_of_gpus(), cuda_of_torch())) is not None:
+        yield Finding("problem", "driver", problem)
+    if (problem := compiler_problem()) is not None:
+        yield Finding("problem", "compiler", problem)
+    if (told := unlike(names_of_gpus())) is not None:
+        yield Finding("warning", "GPUs", told)
 
 
 def _sdk() -> Iterator[Finding]:

@@ -40,6 +40,8 @@ def shown(now: dict[str, Any], before: dict[str, Any] | None, width: int) -> "Re
         for at, model in enumerate(now["models"]):
             old = before["models"][at] if before is not None and len(before["models"]) > at else None
             parts.append(Text(_model(now, before, model, old)))
+        parts += [Text(words) for words in [_caches(now)] if words]
+        parts += [Text(f"{model['names'][0]} {words}") for model in now["models"] if (words := _start(model))]
         words = [f"up {now['seconds_up'] / 3600:.1f} h", f"memory {now['memory_bytes'] / GIB:.1f} GiB"]
         words += [f"GPU {g['gpu']} {g['used_bytes'] / GIB:.1f} of {g['bytes'] / GIB:.1f} GiB" for g in now["gpus"]]
         parts.append(Text(", ".join(words)))
@@ -129,6 +131,26 @@ def _model(
     versions = model["sampler_versions"]
     parts += [_steps(model["optimizer_steps"]), f"{versions} sampler version{'' if versions == 1 else 's'}"]
     return f"{', '.join(model['names'])}: {', '.join(parts)}"
+
+
+def _caches(now: dict[str, Any]) -> str:
+    """What of the memory of GPUs in use is cache; empty without GPUs."""
+    if not now["gpus"]:
+        return ""
+    kv_cache, cached = (sum(model.get(name, 0) for model in now["models"]) for name in _CACHES)
+    return f"of each GPU, {kv_cache / GIB:.1f} GiB are KV cache; the trainer holds {cached / GIB:.1f} GiB for later use"
+
+
+_CACHES = ("kv_cache_bytes", "trainer_cached_bytes")
+
+
+def _start(model: dict[str, Any]) -> str:
+    """Where the time of a model's start went, by part; empty if all was quick."""
+    parts = []
+    for part, stages in model.get("start", {}).items():
+        if slow := [f"{name} {seconds:.1f} s" for name, seconds in stages.items() if seconds >= 0.05]:
+            parts.append(f"{part}: {', '.join(slow)}")
+    return f"started with {'; '.join(parts)}" if parts else ""
 
 
 def _work(model: dict[str, Any], kind: str, works: str) -> str:

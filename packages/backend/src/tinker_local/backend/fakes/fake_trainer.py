@@ -124,6 +124,11 @@ class FakeTrainer:
         """How many images a vision tower would have encoded."""
         return self._tower.images_encoded
 
+    @property
+    def cached_bytes(self) -> int:
+        """None: it has no device."""
+        return 0
+
     def adapter_bytes(self, config: LoraConfig, optimizer: str = "adamw") -> int:
         """float64 weights, gradients and optimizer state."""
         per_module = config.rank * (self._model.num_features + self._model.vocab_size)

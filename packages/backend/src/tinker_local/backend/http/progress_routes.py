@@ -37,7 +37,7 @@ STARTED = time.monotonic()
 OF_MODELS = (
     *("commands_running", "commands_waiting", "samples_running", "samples_waiting", "sequences", "kv_cache_used"),
     *("adapters", "sampler_versions", "trained_tokens", "sampled_tokens", "optimizer_steps", "samples"),
-    *("trainer_works", "sampler_works", "sampler_asleep"),
+    *("trainer_works", "sampler_works", "sampler_asleep", "kv_cache_bytes", "trainer_cached_bytes"),
 )
 """Fields of `ModelMetrics` in the answer for each base model."""
 
@@ -95,9 +95,10 @@ def run_json(run: TrainingRun, ephemeral: Sequence[EphemeralVersion]) -> dict[st
 
 
 def model_json(model: ServedModel) -> dict[str, Any]:
-    """How busy a base model is."""
+    """How busy a base model is, and the seconds of each stage of its start, by the part of the server."""
     metrics = model.metrics()
-    return {"names": list(model.names), **{name: getattr(metrics, name) for name in OF_MODELS}}
+    start = {part: {each.name: round(each.seconds, 3) for each in stages} for part, stages in model.start.items()}
+    return {"names": list(model.names), **{name: getattr(metrics, name) for name in OF_MODELS}, "start": start}
 
 
 @router.get("/training_runs/{run_id}/curve")

@@ -4,15 +4,18 @@ import functools
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinker_local.backend.daemon_thread import in_daemon_thread
+from tinker_local.backend.heap import memory_of_gpus
+from tinker_local.backend.kernel_caches import use_writable_caches
 from tinker_local.backend.models.adapter_check import TARGETS
 from tinker_local.backend.models.model_folder import check_source
 from tinker_local.backend.models.place_engines import place_engines
@@ -28,6 +31,7 @@ from tinker_local.backend.models.served_models import (
 )
 from tinker_local.backend.models.supervision import StallWatch, TrainerSupervision, supervise_sampler
 from tinker_local.backend.options import MICRO_BATCH_TOKENS, BackendOptions, DType, EnginePlace, ModelSource
+from tinker_local.backend.process.early import started_early
 from tinker_local.backend.process.ray_hosts import RayHosts
 from tinker_local.backend.process.ray_replicas import RayReplicas
 from tinker_local.backend.rendering.decoding import MAX_PIXELS
@@ -38,6 +42,7 @@ from tinker_local.backend.sampling.process_sampler import Elsewhere, ProcessSamp
 from tinker_local.backend.sampling.replica_pool import ReplicaPool, replica_name
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing, WakingSampler
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
+from tinker_local.backend.stages import Stage, in_words, stage, taken
 from tinker_local.backend.storage.version_content import version_content
 from tinker_local.backend.training.process_trainer import ProcessTrainer, TrainerFactory
 
@@ -50,6 +55,8 @@ if TYPE_CHECKING:
     from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TOLERANCE: dict[DType, float] = {"float32": 1e-3, "bfloat16": 0.3}
 """Mean difference (nats) of a probe's logprobs between trainer and sampler above which weights are not served.
@@ -76,6 +83,7 @@ async def load_base_models(
     trainer and sampler compute a model differently.
     """
     for place, (path, names) in enumerate(sources.items()):
+        began = time.monotonic()
         share = options.gpu_memory_utilization / (len(sources) - place)  # of what the models before it left
         sleeps = options.sampler_sleeps and len(sources) == 1
         part = replace(options, gpu_memory_utilization=share, sampler_sleeps=sleeps)
@@ -99,21 +107,29 @@ async def load_base_models(
             tuple(names), path, ident, engines, scheduler, memory_sharing, seconds, of_trainer, of_sampler, pool, stalls
         )
         models.add(model)  # from here on `models` closes it
-        positions = await model.compare_positions()
-        base = await model.check_agreement(options.max_image_pixels)
+        with stage("positions"):
+            positions = await model.compare_positions()
+        with stage("logprobs"):
+            base = await model.check_agreement(options.max_image_pixels)
         difference = base.worst.difference
         model.check_positions(positions)
         if engines.unknown_adapters or engines.targets:
-            difference = max(difference, await model.check_adapters())
+            with stage("adapters"):
+                difference = max(difference, await model.check_adapters())
         for target, why in model.unsampled.items():
             progress(f"{names[0]}: runs with {target} are refused: {why}")
-        reached = await model.check_far(verdict_file(options.data_dir, path, _settings(model, options)))
+        with stage("long text"):
+            reached = await model.check_far(verdict_file(options.data_dir, path, _settings(model, options)))
         progress(f"{names[0]}: {engines.trainer.trains}")
         progress(
             f"{names[0]}: trainer and sampler agree to {max(difference, reached.difference):.1g} nats where rounding "
             f"alone makes {base.rounding.mean:.1g} nats, checked in {time.monotonic() - start:.1f} s: {reached}; "
             f"{positions.in_words(model.max_context_length)}"
         )
+        model.start = {**engines.stages, "comparisons": taken()}
+        parts = [f"{part}: {words}" for part, stages in model.start.items() if (words := in_words(stages))]
+        of_these = f" ({'; '.join(parts)})" if parts else ""
+        progress(f"{names[0]}: started in {time.monotonic() - began:.1f} s{of_these}")
     await _compare_again(models, options)
 
 
@@ -191,13 +207,13 @@ def starting(
     trainer_place: EnginePlace,
     make_trainer: TrainerFactory,
 ) -> Iterator[tuple[SamplerFactory, TrainerFactory]]:
-    """Functions that make both engines, each at its place; call them within the context, the sampler's first.
+    """Functions that make both engines, each at its place; call them within the context, the sampler's first, or both
+    at once if the memory of each is planned.
 
     With `options.train_gpus`, `make_trainer` makes a rank of several from its `Seat`, or the only one without.
 
-    Processes start and import at once, but allocate nothing on the device before these calls: vLLM refuses to start on
-    less free memory than it asks for and counts concurrent changes as its own, and the trainer then sees what is really
-    left. They end if the context fails.
+    Processes start and import at once, but allocate nothing on the device before these calls: a trainer without a limit
+    takes what the sampler has really left. They end if the context fails.
     """
     with ExitStack() as failed:
         if isinstance(make_sampler, Replicas):
@@ -210,6 +226,60 @@ def starting(
             make_trainer = _loading(failed, ProcessTrainer(make_trainer, timeout=options.trainer_timeout))
         yield make_sampler, make_trainer
         failed.pop_all()
+
+
+def load_both(
+    load_sampler: SamplerFactory, load_trainer: TrainerFactory, *, at_once: bool
+) -> "Callable[[], tuple[Sampler, Sequence[Stage], Trainer, Sequence[Stage]]]":
+    """A function that returns both engines of `starting`, each with the stages of its start, or raises the first error.
+
+    `at_once`: both load from now on, each in a thread, for engines in processes whose memory is planned. Otherwise the
+    sampler loads when the function is called, and then the trainer.
+    """
+    if not at_once:
+
+        def in_turn() -> "tuple[Sampler, Sequence[Stage], Trainer, Sequence[Stage]]":
+            sampler = load_sampler()
+            of_sampler = _stages(sampler)
+            trainer = load_trainer()
+            return sampler, of_sampler, trainer, _stages(trainer)
+
+        return in_turn
+    of_sampler, of_trainer = _in_daemon_thread(load_sampler), _in_daemon_thread(load_trainer)
+
+    def both() -> "tuple[Sampler, Sequence[Stage], Trainer, Sequence[Stage]]":
+        loading: list[Future[Any]] = [of_sampler, of_trainer]
+        for ended in wait(loading, return_when=FIRST_EXCEPTION).done:
+            ended.result()
+        sampler, trainer = of_sampler.result(), of_trainer.result()
+        return sampler, _stages(sampler), trainer, _stages(trainer)
+
+    return both
+
+
+def _stages(engine: "Sampler | Trainer") -> Sequence[Stage]:
+    """Of the start of `engine`, which was the last in this process if it is here; of replicas, that of the slowest."""
+    if isinstance(engine, ReplicaPool):
+        return max((_stages(replica) for replica in engine.replicas), key=_seconds)
+    return engine.stages if isinstance(engine, ProcessSampler | ProcessTrainer) else taken()
+
+
+def _seconds(stages: Sequence[Stage]) -> float:
+    return sum(each.seconds for each in stages)
+
+
+def _in_daemon_thread(load: Callable[[], T]) -> "Future[T]":
+    """Nobody waits for the thread: if the start fails, the process that it waits for is ended."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(load())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="load").start()
+    return outcome
 
 
 Engine = TypeVar("Engine", ProcessSampler, ProcessTrainer)
@@ -317,12 +387,35 @@ def make_vllm_rank(engine: "EngineOptions", seat: SamplerSeat) -> Any:
 def load_real(source: ModelSource, options: BackendOptions, progress: Progress) -> Engines:
     """vLLM for sampling and HF transformers for training, each with its own copy of the weights. Tells `progress` where
     they are if there are several GPUs."""
-    import torch
-    from tinker_local.backend.families import OTHER
-    from tinker_local.backend.rendering.hf_text import HFText
-    from tinker_local.backend.training.load_model import check_weights, config_of, supported_family
-    from tinker_local.backend.training.worker import HFTrainer, trainer_of_rank
-    from tinker_local.backend.vllm_engine import build_engine, compat_vllm
+    use_writable_caches(options.data_dir, progress)
+    with started_early(_imports(options)):
+        return _load_real(source, options, progress)
+
+
+def _imports(options: BackendOptions) -> Mapping[str, str]:
+    """What processes that the engines will surely have import, while this one does, by their names. Imports neither
+    torch nor vLLM itself."""
+    one_gpu = len(memory_of_gpus()) == 1
+    places = {
+        "sampler": (options.sampler, "tinker_local.backend.vllm_engine.build_engine:import_vllm"),
+        "trainer": (options.trainer, "tinker_local.backend.training.worker"),
+    }
+    return {
+        name: function
+        for name, (place, function) in places.items()
+        if place == "process" or (one_gpu and place is None)
+    }
+
+
+def _load_real(source: ModelSource, options: BackendOptions, progress: Progress) -> Engines:
+    taken()
+    with stage("imports"):
+        import torch
+        from tinker_local.backend.families import OTHER
+        from tinker_local.backend.rendering.hf_text import HFText
+        from tinker_local.backend.training.load_model import check_weights, config_of, supported_family
+        from tinker_local.backend.training.worker import HFTrainer, trainer_of_rank
+        from tinker_local.backend.vllm_engine import build_engine, compat_vllm
 
     check_source(source)
     dtype = options.dtype or compat_vllm.default_dtype()
@@ -372,11 +465,15 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
             f"{options.sample_hosts}, with replicas on each: {replicas}"
         )
     with starting(options, *places) as (load_sampler, load_trainer):
-        sampler: Sampler = load_sampler()
-        trainer: Trainer = load_trainer()
-    renderer = load_renderer(source.path, dtype=dtype, max_pixels=options.max_image_pixels)
-    text = HFText.load(source.path, renderer.tokens)
-    tools = load_tools(source.path, config.model_type, options.tool_parser)
+        # Without a plan, the trainer takes what the sampler leaves.
+        planned = not gpus or placed.activation_bytes is not None
+        both = load_both(load_sampler, load_trainer, at_once=planned and "inline" not in places)
+        with stage("processors"):
+            renderer = load_renderer(source.path, dtype=dtype, max_pixels=options.max_image_pixels)
+            text = HFText.load(source.path, renderer.tokens)
+            tools = load_tools(source.path, config.model_type, options.tool_parser)
+        stages: dict[str, Sequence[Stage]] = {"server": taken()}
+        sampler, stages["sampler"], trainer, stages["trainer"] = both()
     return Engines(
         renderer,
         trainer,
@@ -392,6 +489,8 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
         targets=(*TARGETS, "train_vision") if engine.train_vision else TARGETS,
         unknown_adapters=family is OTHER,
         compare_seconds=options.compare_seconds,
+        kv_cache_bytes=engines[0].kv_cache_bytes or 0,
+        stages=stages,
     )
 
 

@@ -69,6 +69,8 @@ class ModelMetrics:
     ephemeral_bytes: of the ephemeral sampler versions, in shared memory or on disk.
     sequences: sequences in the sampler, its own queue included.
     kv_cache_used: share of the sampler's KV cache, 0 to 1, that these sequences hold; the mean of several replicas.
+    kv_cache_bytes: of the sampler's KV cache on each of its GPUs; 0 if that is vLLM's own choice.
+    trainer_cached_bytes: of the device's memory, what the trainer holds but does not use, in all its ranks.
     sampler_asleep: whether the sampler is asleep so that the trainer can use its memory; the next sample wakes it.
     trainer_works, sampler_works: false while the process of each has ended and the next one is not ready; of replicas
         while none works.
@@ -95,6 +97,8 @@ class ModelMetrics:
     versions_dropped: int
     sequences: int
     kv_cache_used: float
+    kv_cache_bytes: int
+    trainer_cached_bytes: int
     sampler_sleeps: int
     sampler_asleep: bool
     trainer_restarts: int

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +40,7 @@ from tinker_local.backend.sampling.sampler import AdapterVersion, Sampler
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.backend.scheduling.sample_turns import PROMPTS_AHEAD, SampleTurns
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
+from tinker_local.backend.stages import Stage
 from tinker_local.backend.training.rotations import Compared, Rotations
 from tinker_local.backend.training.trainer import Trainer
 from tinker_local.types import ApiError, InvalidRequestError, LoraConfig
@@ -60,7 +61,8 @@ class Engines:
     that is not known. `targets`: the fields of `LoraConfig` that the trainer trains, of which an adapter is compared at
     the start, too. `unknown_adapters`: whether it must agree on all of them, since it is not known what the sampler's
     class of this architecture does with any. `compare_seconds`: how long the start may take to compare their logprobs
-    on long texts; 0: it does not.
+    on long texts; 0: it does not. `kv_cache_bytes`: of the sampler, on each of its GPUs; 0:
+    not known. `stages`: where the time of loading went, of the server, the sampler and the trainer.
     """
 
     renderer: Renderer
@@ -77,6 +79,8 @@ class Engines:
     targets: Sequence[str] = ()
     unknown_adapters: bool = False
     compare_seconds: float = 0.0
+    kv_cache_bytes: int = 0
+    stages: Mapping[str, Sequence[Stage]] = field(default_factory=dict)
 
 
 EngineLoader = Callable[[ModelSource, BackendOptions], Engines]
@@ -95,6 +99,7 @@ class ServedModel:
     `images_of_start`, the counts of `images()` until then. `unsampled`: fields of `LoraConfig` that `check_adapters`
     found must be off, with the reasons. `replicas`: how many the sampler has. `scaled`: the first position at which
     queries get longer, if `check_positions` has seen one. `check_agreement` sets `base_seconds`, how long it took.
+    `start`: where the time of the start went, by part.
     """
 
     names: tuple[str, ...]
@@ -118,6 +123,7 @@ class ServedModel:
     replicas: int = field(init=False)
     scaled: int | None = None
     base_seconds: float = 0.0
+    start: Mapping[str, Sequence[Stage]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.replicas = 1 if self.pool is None else len(self.pool.replicas)
@@ -319,6 +325,8 @@ class ServedModel:
             versions_dropped=counts.versions_dropped,
             sequences=self.sample_turns.sequences,
             kv_cache_used=engines.sampler.kv_cache_used,
+            kv_cache_bytes=engines.kv_cache_bytes,
+            trainer_cached_bytes=engines.trainer.cached_bytes,
             samples_waiting=counts.samples_accepted - self.sample_turns.requests,
             commands_running=scheduler.commands_running,
             commands_waiting=scheduler.commands_waiting,

@@ -2,6 +2,7 @@
 
 import faulthandler
 import gc
+import importlib
 import logging
 import os
 import signal
@@ -24,10 +25,11 @@ from tinker_local.backend.process.messages import (
     Keep,
     KeepImage,
     Log,
-    Start,
+    Prepare,
     travels,
 )
 from tinker_local.backend.rendering.rendered_input import RenderedImage
+from tinker_local.backend.stages import note, process_seconds
 from tinker_local.types import ApiError, InternalError
 
 log = logging.getLogger(__name__)
@@ -58,7 +60,16 @@ def main(descriptor: int) -> None:
     channel = Channel(socket.socket(fileno=descriptor), os.getppid())
     threading.Thread(target=_end_with, args=(channel,), daemon=True, name="parent").start()
     with while_importing("torch"):
-        start: Start = channel.receive()  # imports what the program needs
+        start = channel.receive()  # imports what the program needs
+        if isinstance(start, Prepare):
+            module, _, function = start.what.partition(":")
+            imported = importlib.import_module(module)
+            if function:
+                getattr(imported, function)()
+            note("imports", process_seconds())
+            start = channel.receive()
+        else:
+            note("imports", process_seconds())
     logging.basicConfig(level=start.log_level, handlers=[_Forwarding(channel, start.name)])
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         start.program(Inbox(channel))

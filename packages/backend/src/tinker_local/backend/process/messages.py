@@ -28,9 +28,17 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Prepare:
+    """The first message to a process that is started before it is known what it runs: import what it
+    will need, a "module", and then call a function of it if that is a "module:function"."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Start:
-    """The first message. `name`: what the process is called in log records. `log_level`: the lowest level of log
-    records to send back."""
+    """The first message, or the one after `Prepare`. `name`: what the process is called in log records. `log_level`:
+    the lowest level of log records to send back."""
 
     name: str
     program: Program

@@ -1,5 +1,6 @@
 """An engine in a group of processes, which can be started again after they have ended."""
 
+import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -10,6 +11,9 @@ from tinker_local.backend.process.calls import Calls
 from tinker_local.backend.process.child import LOAD
 from tinker_local.backend.process.messages import Program
 from tinker_local.backend.process.process_group import ProcessGroup
+from tinker_local.backend.stages import Stage
+
+log = logging.getLogger(__name__)
 
 _REAP_SECONDS = 20.0
 """More than a group takes to end after one of its processes has."""
@@ -21,7 +25,7 @@ class ProcessEngine(ABC):
 
     As `models.supervision.Supervised`: `on_end` is called in a thread, after `ended` was set, when a group has ended by
     itself or was killed, and before a call fails for it. Loading may take as long as it takes the first time, and later
-    ten times that, or `timeout` seconds if that is more.
+    ten times that, or `timeout` seconds if that is more. `stages`: of the last load, in the first process.
     """
 
     def __init__(
@@ -29,6 +33,7 @@ class ProcessEngine(ABC):
     ) -> None:
         self.on_end: Callable[[], None] = lambda: None
         self.load_seconds = 0.0
+        self.stages: Sequence[Stage] = ()
         self._name = name
         self._programs = programs
         self._environments = environments
@@ -98,4 +103,6 @@ class ProcessEngine(ABC):
     def end(self) -> None:
         """End the processes within seconds, with running calls. They do not start again."""
         self._closed = True
+        began = time.monotonic()
         self._disconnect()
+        log.info("the %s ended in %.1f s", self._name, time.monotonic() - began)

@@ -7,18 +7,17 @@ import logging
 import os
 import select
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from tinker_local.backend.process.channel import Channel
 from tinker_local.backend.process.child import DEVICE_LOST
+from tinker_local.backend.process.early import take
 from tinker_local.backend.process.messages import Log, Program, Start
+from tinker_local.backend.process.start_process import REAP_SECONDS, end_process, start_process
 from tinker_local.types import InternalError
 
 log = logging.getLogger(__name__)
@@ -32,9 +31,6 @@ at once when the whole machine or this process was stopped meanwhile."""
 
 HOST_LOST = 71
 """Exit code of the stand-in of a process on another host, when that host or the connection to it is lost."""
-
-_REAP_SECONDS = 10.0
-"""A killed process that has not ended by then hangs in the kernel."""
 
 
 class ProcessEndedError(InternalError):
@@ -52,7 +48,8 @@ class ChildProcess:
     """
 
     def __init__(self, name: str, program: Program, environment: Mapping[str, str], files: Sequence[int]) -> None:
-        self.popen, self.channel = start_process(environment, files)
+        early = None if environment or files else take(name)
+        self.popen, self.channel = early or start_process(environment, files)
         try:
             self.channel.send(Start(name, program, logging.getLogger("tinker_local.backend").getEffectiveLevel()))
         except BaseException:
@@ -115,9 +112,9 @@ class ProcessGroup:
 
     def error(self) -> ProcessEndedError:
         """What to raise after `CHANNEL_ENDED`: waits until the group has ended."""
-        if not self.wait(_REAP_SECONDS):  # it closed its socket but still runs
+        if not self.wait(REAP_SECONDS):  # it closed its socket but still runs
             self.kill("closed its channel")
-            self.wait(_REAP_SECONDS)
+            self.wait(REAP_SECONDS)
         return ProcessEndedError(self.why)
 
     def wait(self, seconds: float) -> bool:
@@ -146,7 +143,7 @@ class ProcessGroup:
         self.closing()
         if not self.wait(seconds):
             self.kill("did not end")
-            self.wait(_REAP_SECONDS)
+            self.wait(REAP_SECONDS)
         for member in self.members:
             member.channel.close()
 
@@ -249,7 +246,7 @@ class _Watch:
     def _reap(self, file: int, process: "subprocess.Popen[bytes]") -> None:
         poll = select.poll()
         poll.register(file, select.POLLIN)
-        if poll.poll(_REAP_SECONDS * 1000):
+        if poll.poll(REAP_SECONDS * 1000):
             process.wait()
         else:
             log.error("the %s's process %d was killed but hangs in the kernel", self._name, process.pid)
@@ -271,27 +268,6 @@ class _Watch:
             if -status == signal.SIGKILL:
                 how += ", as the kernel does when memory runs out"
         return f"the {self._name}'s process {how}"
-
-
-def start_process(environment: Mapping[str, str], files: Sequence[int]) -> "tuple[subprocess.Popen[bytes], Channel]":
-    """A process that waits for its `Start`, and the channel to it. See `ChildProcess`."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", __package__, str(theirs.fileno())],
-            pass_fds=[theirs.fileno(), *files],
-            stdin=subprocess.DEVNULL,
-            process_group=0,  # Ctrl-C in a terminal does not reach it, not even before it ignores it
-            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-    return popen, Channel(ours, popen.pid)
-
-
-def end_process(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a process that leads a process group, and all of that group."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(_REAP_SECONDS)
 
 
 def log_here(message: Log) -> None:

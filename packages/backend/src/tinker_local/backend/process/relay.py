@@ -27,7 +27,8 @@ from tinker_local.backend.process.channel import Channel, message_bytes
 from tinker_local.backend.process.child import Inbox, fail
 from tinker_local.backend.process.linked import linked
 from tinker_local.backend.process.messages import Program, Start
-from tinker_local.backend.process.process_group import HOST_LOST, end_process, start_process
+from tinker_local.backend.process.process_group import HOST_LOST
+from tinker_local.backend.process.start_process import end_process, start_process
 
 PROBE_SECONDS, PROBES = 2, 3
 """The kernel asks the other host after so many seconds of silence, and again, so often. A host without an answer is

@@ -32,6 +32,7 @@ from tinker_local.backend.sampling.sampler import (
     ignore_drawn,
     written,
 )
+from tinker_local.backend.stages import Stage, taken
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.trainer import AdapterDType, AdapterState
 from tinker_local.types import SampleOutput
@@ -72,11 +73,12 @@ class Elsewhere:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """The sampler is loaded."""
+    """The sampler is loaded. `stages`: of its start."""
 
     max_context_length: int
     adapter_dtype: AdapterDType
     can_sleep: bool
+    stages: Sequence[Stage]
 
 
 class ServedSampler:
@@ -118,7 +120,7 @@ class ServedSampler:
 def loaded(served: ServedSampler) -> Loaded:
     """What a `ProcessSampler` has to know of the sampler; called in its process."""
     sampler = served.sampler
-    return Loaded(sampler.max_context_length, sampler.adapter_dtype, sampler.can_sleep)
+    return Loaded(sampler.max_context_length, sampler.adapter_dtype, sampler.can_sleep, taken())
 
 
 def state(served: ServedSampler) -> Mapping[str, Any]:
@@ -219,6 +221,7 @@ class ProcessSampler(ProcessEngine):
         self.max_context_length = told.max_context_length
         self.adapter_dtype = told.adapter_dtype
         self.can_sleep = told.can_sleep
+        self.stages = told.stages
         with self._changing:
             if self.ended or self._closed:
                 raise ProcessEndedError(self.why)

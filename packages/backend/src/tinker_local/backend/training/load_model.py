@@ -8,6 +8,7 @@ import transformers
 from tinker_local.backend.families import FAMILIES, NO_FAMILY, OTHER, family_of
 from tinker_local.backend.families.family import Family, LogitRule
 from tinker_local.backend.options import DecoderChoice
+from tinker_local.backend.stages import stage
 from tinker_local.backend.training.checkpoint_fit import check_files, check_finite, check_found
 from tinker_local.backend.training.decoder import Decoder
 from tinker_local.backend.training.decoders import make_decoder
@@ -177,15 +178,18 @@ def load_model(
     text_config = config.get_text_config()
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = DTYPES[dtype or ("bfloat16" if place.type == "cuda" else "float32")]
-    model, weights = _load(path, config, family, chosen, place, shards)
+    with stage("weights"):
+        model, weights = _load(path, config, family, chosen, place, shards)
     max_positions = min(max_context_length or text_config.max_position_embeddings, text_config.max_position_embeddings)
     _fix_frequencies(model.get_submodule(family.decoder_path), max_positions)
     if family.vision is not None and not family.vision.whole_images:
         use_packed_attention(model.get_submodule(family.vision.tower))
     kernels = kernels_for(place, chosen)
+    with stage("decoder compared"):
+        chosen_decoder = make_decoder(model, family, kernels, decoder, path, weights, row_ranks, max_positions)
     return LoadedModel(
         model=model,
-        decoder=make_decoder(model, family, kernels, decoder, path, weights, row_ranks, max_positions),
+        decoder=chosen_decoder,
         tower=None if family.vision is None else VisionTower(model, family.vision),
         weights=weights,
         kernels=kernels,
@@ -216,7 +220,8 @@ def _load(
         )
     check_found(model, path, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
     model = model.to(device).eval().requires_grad_(False)
-    check_finite(model, path, folder_of(path))
+    with stage("numbers checked"):
+        check_finite(model, path, folder_of(path))
     return model, RESIDENT
 
 

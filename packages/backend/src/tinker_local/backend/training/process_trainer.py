@@ -16,6 +16,7 @@ from tinker_local.backend.process.process_group import ProcessGroup
 from tinker_local.backend.process.ray_hosts import RayHosts, placed
 from tinker_local.backend.process.relay import standing_in
 from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.stages import Stage, taken
 from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.trainer import (
@@ -43,12 +44,13 @@ _SIZED_RANKS = tuple(2**power for power in range(10))
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
     """The trainer is loaded. `adapter_bytes`: the size of an adapter at some ranks, by (optimizer, unembed, mlp,
-    attn, vision)."""
+    attn, vision). `stages`: of its start."""
 
     vocab_size: int
     max_context_length: int
     trains: str
     adapter_bytes: Mapping[tuple[str, bool, bool, bool, bool], Mapping[int, int]]
+    stages: Sequence[Stage]
 
 
 def loaded(trainer: Trainer) -> Loaded:
@@ -56,7 +58,7 @@ def loaded(trainer: Trainer) -> Loaded:
     switch = (False, True)
     keys = itertools.product(OPTIMIZERS, switch, switch, switch, switch)
     sizes = {key: adapter_sizes(trainer, *key) for key in keys}
-    return Loaded(trainer.vocab_size, trainer.max_context_length, trainer.trains, sizes)
+    return Loaded(trainer.vocab_size, trainer.max_context_length, trainer.trains, sizes, taken())
 
 
 def adapter_sizes(
@@ -113,7 +115,9 @@ class ProcessTrainer(ProcessEngine):
 
     def _begin(self) -> None:
         makes = [self._make] if self._ranks == 1 else self._makes()
-        self._programs = [partial(serve_calls, make=make, describe=loaded, told=("images_encoded",)) for make in makes]
+        self._programs = [
+            partial(serve_calls, make=make, describe=loaded, told=("images_encoded", "cached_bytes")) for make in makes
+        ]
         if self._others is None:
             super()._begin()
         else:
@@ -164,6 +168,7 @@ class ProcessTrainer(ProcessEngine):
         self.max_context_length = told.max_context_length
         self.trains = told.trains
         self._adapter_bytes = told.adapter_bytes
+        self.stages = told.stages
 
     def restart(self) -> None:
         """Start a new process after the last one has ended; `load` is next. It has no adapters."""
@@ -174,6 +179,11 @@ class ProcessTrainer(ProcessEngine):
     def images_encoded(self) -> int:
         """Images that had passed the vision tower when the last call ended, of all processes so far."""
         return self._images_encoded + sum(cast(int, state.get("images_encoded", 0)) for state in self._calls.states)
+
+    @property
+    def cached_bytes(self) -> int:
+        """When the last call ended, of all ranks."""
+        return sum(cast(int, state.get("cached_bytes", 0)) for state in self._calls.states)
 
     def adapter_bytes(self, config: LoraConfig, optimizer: str = "adamw") -> int:
         """The size that the trainer reported when it was loaded, so that this does not wait for a running call.

@@ -159,6 +159,11 @@ class Trainer(Protocol):
     def images_encoded(self) -> int:
         """How many images the vision tower has encoded so far. May be read from any thread."""
 
+    @property
+    def cached_bytes(self) -> int:
+        """Of the device's memory, what is in use for nothing and given back when others need it. May be read from any
+        thread."""
+
     def adapter_bytes(self, config: LoraConfig, optimizer: str = "adamw") -> int:
         """Bytes of an adapter's weights, gradients and optimizer state. May be called from any thread at any time."""
 

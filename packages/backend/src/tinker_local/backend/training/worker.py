@@ -38,6 +38,7 @@ from tinker_local.backend.training.packing import Item
 from tinker_local.backend.training.passes import Passes, release_unused_memory
 from tinker_local.backend.training.ranks import ONE_RANK, Ranks, fingerprint, join
 from tinker_local.backend.training.rotations import Rotations
+from tinker_local.backend.training.spare_memory import cached_bytes, leave_spare_memory
 from tinker_local.backend.training.tally import Tally
 from tinker_local.backend.training.token_budget import TokenBudget
 from tinker_local.backend.training.trainer import (
@@ -134,6 +135,11 @@ class HFTrainer:
         """How many images the vision tower has encoded so far; cached features are not encoded again."""
         return self._runner.images_encoded
 
+    @property
+    def cached_bytes(self) -> int:
+        """Of the device, kept by torch's allocator for later."""
+        return cached_bytes(self._loaded.device)
+
     # Adapters -------------------------------------------------------------------------------------------------------
 
     def adapter_bytes(self, config: LoraConfig, optimizer: str = "adamw") -> int:
@@ -213,6 +219,7 @@ class HFTrainer:
 
     def optim_step(self, adapter_id: str, params: Frozen) -> dict[str, float]:
         """See `Trainer.optim_step`."""
+        leave_spare_memory(self._loaded.device)
         adapter = self._adapter(adapter_id)
         gradient, adapter.gradient = adapter.gradient, None
         stepped, norms = self._ranks.together(lambda: self._stepped(adapter, gradient, params))
@@ -251,6 +258,7 @@ class HFTrainer:
 
     def forward_backward(self, work: Sequence[TrainWork]) -> list[TrainResult | ApiError]:
         """See `Trainer.forward_backward`. Requests without a gradient are packed separately."""
+        leave_spare_memory(self._loaded.device)
         forward, backward, results = self._ranks.together(lambda: self._sorted(work))
         tally = self._passes.run(forward, gradient=False)
         results |= {at: tally.result(at) for at in forward}

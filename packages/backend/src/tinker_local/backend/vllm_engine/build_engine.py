@@ -15,6 +15,7 @@ import numpy as np
 from tinker_local.backend.heap import while_importing
 from tinker_local.backend.options import DType
 from tinker_local.backend.sampling.sampler import RESERVED
+from tinker_local.backend.stages import stage
 from tinker_local.backend.vllm_engine import patches
 from tinker_local.backend.vllm_engine.compat_vllm import (
     LORA_RANKS,
@@ -136,6 +137,13 @@ def model_arguments(model: str, dtype: DType | None) -> dict[str, Any]:
     }
 
 
+def import_vllm() -> None:
+    """Import what `build_engine` needs, which leaves the process's state as it was."""
+    prepare_environment()
+    with process_state_kept(), while_importing("vllm"):
+        import vllm.v1.engine.llm_engine  # noqa: F401
+
+
 def build_engine(options: EngineOptions, events: patches.EngineEvents | None = None) -> Any:
     """A started `LLMEngine` that this process steps, with all of `patches` applied.
 
@@ -147,17 +155,19 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
 
         compile_choices_at_once()
     with process_state_kept():
-        with while_importing("vllm"):
+        with stage("imports"), while_importing("vllm"):
             from vllm.engine.arg_utils import EngineArgs
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.llm_engine import LLMEngine
 
             patches.apply_to_process()
         forget_rotary_modules()
-        config = EngineArgs(**_engine_arguments(options)).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        with stage("options"):
+            config = EngineArgs(**_engine_arguments(options)).create_engine_config(UsageContext.ENGINE_CONTEXT)
         patches.apply_to_config(config, options.image_cache_bytes)
         kept_before = kept_by_dynamo()
-        engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        with stage("engine"):
+            engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         engine.kept_by_dynamo = kept_by_dynamo() - kept_before
         patches.apply_to_engine(engine, events or patches.EngineEvents())
     return engine

@@ -4,15 +4,19 @@ Before you change the version of vLLM, read `PATCHES` and run `make test-vllm`. 
 `EngineArgs`, `LLMEngine`, `SamplingParams`, `LoRARequest`, `vllm.inputs`, the renderer.
 """
 
+import contextlib
 import functools
 import importlib
+import io
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tinker_local.backend.families import family_of
+from tinker_local.backend.stages import stage
 from tinker_local.backend.vllm_engine import (
     adapter_targets,
     delta_net_on_cpu,
@@ -79,6 +83,67 @@ def _name_ranks() -> None:
 
     if not hasattr(original, "__wrapped__"):
         ExecutorWithExternalLauncher._distributed_args = distributed_args
+
+
+@functools.cache
+def _keep_bars_out_of_files() -> None:
+    try:
+        warmup: Any = importlib.import_module("vllm.model_executor.warmup.jit_warmup").JitWarmupRegistry
+    except ImportError:  # before 0.32
+        return
+    original = warmup.warmup
+
+    @functools.wraps(original)
+    def without_bar(self: Any) -> None:
+        if sys.stderr.isatty():
+            original(self)
+        else:
+            with contextlib.redirect_stderr(io.StringIO()):
+                original(self)
+
+    warmup.warmup = without_bar
+
+
+_STAGES = {
+    "init_device": "device",
+    "load_model": "weights",
+    "determine_available_memory": "compiled",
+    "initialize_from_config": "KV cache",
+    "compile_or_warm_up_model": "kernels",
+}
+"""What vLLM's worker does in a start, by its methods. The first forward compiles the model."""
+
+
+@functools.cache
+def _time_stages() -> None:
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    original: Any = WorkerWrapperBase.init_worker
+
+    @functools.wraps(original)
+    def init_worker(self: Any, *args: Any, **given: Any) -> None:
+        original(self, *args, **given)
+        worker = self.worker
+        for method, name in _STAGES.items():
+            setattr(worker, method, _timed(getattr(worker, method), name))
+        make_runner = worker.init_device
+
+        def init_device() -> None:
+            make_runner()
+            worker.model_runner.capture_model = _timed(worker.model_runner.capture_model, "graphs")
+
+        worker.init_device = init_device
+
+    WorkerWrapperBase.init_worker = init_worker
+
+
+def _timed(method: Any, name: str) -> Any:
+    @functools.wraps(method)
+    def timed(*args: Any, **given: Any) -> Any:
+        with stage(name):
+            return method(*args, **given)
+
+    return timed
 
 
 def _leave_transformers_alone() -> None:
@@ -409,6 +474,24 @@ PATCHES = (
         ("sampling/test_image_features_stay.py::test_requests_of_more_images_than_a_step_holds_encode_each_once",),
         hook="none: EngineArgs sets it to max_num_batched_tokens, which also sizes the profiling run at start-up",
         to_config=_keep_images,
+    ),
+    Patch(
+        "a start shows no progress bar where standard error is a file",
+        "vLLM's bar for the kernels that it compiles has no switch",
+        "CUDA, 0.32",
+        ("warmup",),
+        ("sampling/test_start_stages.py::test_kernels_that_are_compiled_show_no_progress_bar_in_a_file",),
+        hook="none: enable_jit_warmup=False compiles the kernels at the first requests instead",
+        to_process=_keep_bars_out_of_files,
+    ),
+    Patch(
+        "the stages of a start are timed",
+        "vLLM logs some of them, in sentences that change",
+        "0.26 to 0.32",
+        ("init_worker", "init_device", "capture_model"),
+        ("sampling/test_start_stages.py::test_an_engine_says_where_the_time_of_its_start_went",),
+        hook="none",
+        to_process=_time_stages,
     ),
     Patch(
         "each group of tensor parallel ranks names its shared memory differently",

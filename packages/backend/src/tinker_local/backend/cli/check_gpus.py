@@ -1,0 +1,60 @@
+"""What may be wrong with a machine's GPUs, its driver or its compiler, before anything is loaded on them."""
+
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+
+LEAST_DRIVERS = {12: "525.60.13", 13: "580.65.06"}
+"""The lowest driver on Linux for all versions of CUDA with that number before the point ("CUDA Toolkit and Minimum
+Required Driver Version" in the release notes of CUDA 13.0)."""
+
+
+def driver_problem(driver: str, cuda: str) -> str | None:
+    """Why a `driver` ("575.51.03") cannot run what was built for `cuda` ("13.0"); None if it can, or if that is not
+    known."""
+    least = LEAST_DRIVERS.get(int(cuda.partition(".")[0] or 0))
+    if least is None or not driver or _numbers(driver) >= _numbers(least):
+        return None
+    return f"NVIDIA's driver {driver} is too old for CUDA {cuda}, with which torch was built: it needs {least} or newer"
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)]
+
+
+@functools.cache
+def cuda_of_torch() -> str:
+    """The version of CUDA for which the torch that is installed was built; empty without one. Does not import it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    found = re.search(r"^cuda\b.*= '([\d.]+)'", Path(spec.origin).with_name("version.py").read_text(), re.MULTILINE)
+    return found[1] if found else ""
+
+
+def compiler_problem() -> str | None:
+    """Why Triton could not compile the code that starts its kernels, which it does with a C compiler and Python's
+    headers; None if it could."""
+    if "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang"))):
+        return (
+            "there is no C compiler, with which kernels are built (Debian, Ubuntu: sudo apt-get install gcc; or set CC)"
+        )
+    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not headers.is_file():
+        return (
+            f"{headers} is not there, with which kernels are built (Debian, Ubuntu: sudo apt-get install python3-dev)"
+        )
+    return None
+
+
+def unlike(names: Mapping[int, str]) -> str | None:
+    """What to know of GPUs of different kinds, by their numbers; None if all are of one."""
+    if len(set(names.values())) < 2:
+        return None
+    listed = ", ".join(f"GPU {at} is a {name}" for at, name in names.items())
+    return f"{listed}: the slowest sets the pace of all that share a run; CUDA_VISIBLE_DEVICES chooses among them"

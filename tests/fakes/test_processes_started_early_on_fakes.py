@@ -1,0 +1,74 @@
+"""Processes that are started before it is known what they will run."""
+
+import functools
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from tinker_local.backend import BackendOptions
+from tinker_local.backend.fakes import FakeModel, FakeTrainer
+from tinker_local.backend.models import load_engines
+from tinker_local.backend.process import early, process_group
+from tinker_local.backend.process.early import started_early
+from tinker_local.backend.sampling.process_sampler import ProcessSampler
+from tinker_local.backend.training.process_trainer import ProcessTrainer
+
+Started = list[Any]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    """All processes that are started, early or not."""
+    found: Started = []
+    for module in (early, process_group):
+        start = module.start_process
+
+        def noted(*args: Any, start: Any = start) -> Any:
+            popen, channel = start(*args)
+            found.append(popen)
+            return popen, channel
+
+        monkeypatch.setattr(module, "start_process", noted)
+    return found
+
+
+async def test_an_engine_takes_the_process_of_its_name_and_the_rest_are_ended(
+    started: Started, samplers: ModuleType
+) -> None:
+    imports = {"sampler": "gc:collect", "trainer": "json"}
+    with started_early(imports):
+        early_ones = {each.pid for each in started}
+        sampler = ProcessSampler(samplers.odd)
+    assert len(early_ones) == len(started) == 2
+    assert sampler.pids[0] in early_ones
+    [unused] = [each for each in started if each.pid not in sampler.pids]
+    assert unused.wait(20) < 0  # was killed
+    sampler.load()
+    assert sampler.stages[0].name == "imports"
+    another = ProcessSampler(samplers.odd)  # as after an end of the first one
+    assert len(started) == 3
+    for each in (sampler, another):
+        await each.close()
+
+
+def test_one_with_an_environment_of_its_own_or_from_another_thread_is_started_anew(started: Started) -> None:
+    make = functools.partial(FakeTrainer, FakeModel("fake"))
+    with started_early({"trainer": "json"}):
+        trainer = ProcessTrainer(make, environments=[{"CUDA_VISIBLE_DEVICES": "1"}])
+        assert len(started) == 2
+        trainer.close()
+    assert started[0].wait(20) < 0
+
+
+def test_engines_in_processes_are_started_early_where_there_is_one_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def names(gpus: int, **options: Any) -> list[str]:
+        monkeypatch.setattr(load_engines, "memory_of_gpus", lambda: dict.fromkeys(range(gpus), (0, 1)))
+        return [*load_engines._imports(BackendOptions(data_dir=tmp_path, **options))]
+
+    assert names(1) == ["sampler", "trainer"]
+    assert names(1, sampler="inline") == ["trainer"]
+    assert names(0) == names(2) == []  # ranks and replicas have environments of their own
+    assert names(0, sampler="process", trainer="process") == ["sampler", "trainer"]

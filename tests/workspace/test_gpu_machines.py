@@ -1,0 +1,132 @@
+"""What `check` and the start say of a machine with GPUs: its driver, its compiler, its cards, its folders."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tinker_local.backend import BackendOptions, heap
+from tinker_local.backend.cli import check_command, check_gpus
+from tinker_local.backend.cli.check_command import Finding, check_machine
+from tinker_local.backend.cli.check_gpus import compiler_problem, cuda_of_torch, driver_problem, unlike
+from tinker_local.backend.kernel_caches import use_writable_caches
+
+Findings = Callable[[], dict[str, Finding]]
+
+
+@pytest.fixture
+def findings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Findings:
+    """On a machine with two GPUs of 64 GiB, by the answers that its driver would give."""
+    versions = {"vllm": "0.32.0", "torch": "2.13.0", "transformers": "5.19.0"}
+    monkeypatch.setattr(check_command, "_version", versions.get)
+    monkeypatch.setattr(check_command, "_gpus", lambda: {0: (0, 2**36), 1: (0, 2**36)})
+    monkeypatch.setattr(check_gpus, "cuda_of_torch", lambda: "13.0")
+    monkeypatch.setattr(heap, "driver_of_gpus", lambda: "580.159.04")
+    monkeypatch.setattr(heap, "names_of_gpus", lambda: {0: "NVIDIA H100", 1: "NVIDIA H100"})
+
+    def found() -> dict[str, Finding]:
+        machine = check_machine(BackendOptions(data_dir=tmp_path), None, None, fake=False)
+        return {each.what: each for each in machine if each.what in ("driver", "compiler", "GPUs")}
+
+    return found
+
+
+def test_nothing_is_said_of_gpus_that_are_as_they_should_be(findings: Findings) -> None:
+    assert findings() == {}
+
+
+def test_an_old_driver_is_a_problem_that_says_the_lowest(findings: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap, "driver_of_gpus", lambda: "575.57.08")
+    found = findings()["driver"]
+    assert (found.level, "\n" in found.text) == ("problem", False)
+    assert "575.57.08" in found.text
+    assert "580.65.06 or newer" in found.text
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "fits"),
+    [
+        ("580.65.06", "13.0", True),
+        ("580.65.5", "13.0", False),
+        ("1000.1", "13.0", True),
+        ("535.183.01", "12.8", True),
+        ("520.61.05", "12.4", False),
+        ("470.1", "11.8", True),  # not known: the start will tell
+        ("", "13.0", True),
+    ],
+)
+def test_drivers_are_compared_as_numbers(driver: str, cuda: str, fits: bool) -> None:
+    assert (driver_problem(driver, cuda) is None) == fits
+
+
+def test_the_cuda_of_torch_is_read_without_importing_it() -> None:
+    program = """
+import sys
+from tinker_local.backend.cli.check_gpus import cuda_of_torch
+found = cuda_of_torch()
+assert "torch" not in sys.modules
+import torch
+assert found == (torch.version.cuda or ""), found
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    assert cuda_of_torch() == cuda_of_torch()
+
+
+def test_no_compiler_and_no_headers_are_problems(
+    findings: Findings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no C compiler" in findings()["compiler"].text
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert compiler_problem() is None
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    assert f"{tmp_path}/Python.h is not there" in findings()["compiler"].text
+
+
+def test_gpus_of_different_kinds_are_named(findings: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap, "names_of_gpus", lambda: {0: "NVIDIA H100", 1: "NVIDIA RTX A6000"})
+    found = findings()["GPUs"]
+    assert (found.level, "\n" in found.text) == ("warning", False)
+    assert "GPU 0 is a NVIDIA H100, GPU 1 is a NVIDIA RTX A6000" in found.text
+    assert unlike({0: "NVIDIA L4"}) is None
+    assert unlike({}) is None
+
+
+@pytest.mark.mutation(
+    "a-cache-that-cannot-be-written", "kernel_caches.py", "if not _can_be_written(folder):", "if False:"
+)
+def test_kernels_are_kept_in_the_data_folder_where_their_own_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A file where a folder should be cannot be written by root either."""
+    blocked = tmp_path / "a-file"
+    blocked.touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(blocked / "triton"))
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "not" / "yet"))
+    said: list[str] = []
+    use_writable_caches(tmp_path / "data", said.append)
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "data" / "kernels" / "triton")
+    assert os.environ["VLLM_CACHE_ROOT"] == str(tmp_path / "not" / "yet")
+    assert said == [
+        f"{blocked}/triton cannot be written (TRITON_CACHE_DIR): compiled kernels are kept in "
+        f"{tmp_path}/data/kernels/triton"
+    ]
+    use_writable_caches(tmp_path / "data", said.append)
+    assert len(said) == 1
+
+
+def test_a_home_that_is_read_only_moves_both_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for variable in ("TRITON_CACHE_DIR", "VLLM_CACHE_ROOT"):
+        monkeypatch.setenv(variable, "")  # so that it is put back
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("HOME", "/proc/1")  # a file system without new folders
+    said: list[str] = []
+    use_writable_caches(tmp_path, said.append)
+    assert [os.environ[name] for name in ("TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")] == [
+        str(tmp_path / "kernels" / "triton"),
+        str(tmp_path / "kernels" / "vllm"),
+    ]
+    assert len(said) == 2
