@@ -5,8 +5,8 @@
 #   docker run --init -p 127.0.0.1:8000:8000 -v tinker-data:/data -v "$PWD/models:/models:ro" -v "$PWD/keys:/keys:ro" \
 #       tinker-local:cpu serve --model local/tiny-vl=/models/tiny-vl --host 0.0.0.0 --api-key-file /keys
 #
-# With a GPU: docker run --gpus all ... (the host needs a driver and the NVIDIA container toolkit). CUDA's libraries come
-# with torch, so both images have the same base.
+# With a GPU: docker run --gpus all --shm-size 16g ... (the host needs a driver and the NVIDIA container toolkit). CUDA's
+# libraries come with torch, so both images have the same base.
 
 FROM python:3.11-slim-bookworm AS wheels
 RUN pip install --no-cache-dir "uv>=0.9,<1"
@@ -24,9 +24,17 @@ RUN apt-get update \
 RUN --mount=from=wheels,source=/dist,target=/dist \
     --mount=from=wheels,source=/src/packages/backend/src/tinker_local/backend/cli,target=/requirements \
     pip install --no-cache-dir --no-deps --find-links /dist -r "/requirements/requirements-${ENGINE}.txt"
-RUN useradd --create-home --uid 1000 tinker && install -d -o tinker /data
+RUN useradd --create-home --uid 1000 tinker && install -d -m 700 -o tinker /data /data/home
 USER tinker
-ENV TINKER_LOCAL_SERVE_DATA_DIR=/data
+# In the volume, below HOME, are also kernels that were compiled (vLLM's, Triton's, FlashInfer's, CUDA's) and models from a
+# hub: a new container finds them.
+ENV HOME=/data/home \
+    TORCHINDUCTOR_CACHE_DIR=/data/home/.cache/inductor \
+    TINKER_LOCAL_SERVE_DATA_DIR=/data \
+    TINKER_LOCAL_CHECK_DATA_DIR=/data \
+    TINKER_LOCAL_EXPORT_DATA_DIR=/data \
+    TINKER_LOCAL_BACKUP_DATA_DIR=/data \
+    TINKER_LOCAL_RESTORE_DATA_DIR=/data
 VOLUME /data
 EXPOSE 8000
 # SIGTERM saves; docker kills 10 s later, unless it is given --stop-timeout.

@@ -155,6 +155,23 @@ def test_folders_ports_and_libraries_are_looked_at(tmp_path: Path, monkeypatch: 
     assert (found["libnuma"].level, found["SDK"].level, found["engines"].level) == ("problem", "warning", "warning")
 
 
+def test_a_vllm_for_gpus_without_one_is_a_problem_that_says_how_a_container_sees_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_command, "_version", lambda name: {"vllm": "0.32.0", "torch": "2.13.0"}.get(name))
+    monkeypatch.setattr(check_command, "_gpus", dict)
+
+    def said() -> dict[str, check_command.Finding]:
+        machine = check_machine(BackendOptions(data_dir=tmp_path), "127.0.0.1", 0, fake=False)
+        return {finding.what: finding for finding in machine}
+
+    found = said()
+    assert (found["engines"].level, found["GPU"].level) == ("ok", "problem")
+    assert "docker run --gpus all" in found["GPU"].text
+    monkeypatch.setattr(check_command, "_gpus", lambda: {0: (1, 1)})
+    assert "GPU" not in said()
+
+
 def test_the_command_says_all_and_fails_without_loading_engines(folder: Path, tmp_path: Path) -> None:
     """torch and transformers compare the weights with the model's class; there is nothing to compare without them."""
     program = (

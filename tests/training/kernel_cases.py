@@ -6,6 +6,7 @@ file checks all cases on the CPU.
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from tinker_local.backend.training.experts import (
@@ -151,6 +152,9 @@ EXPERTS = {
 }
 """Experts, their width, and the rank (None: the base model) and tokens of each adapter."""
 
+SMALLER_BLOCKS = 3, 72, ((80, 20),)
+"""The same, with a rank for which a card with little shared memory takes other blocks."""
+
 SORTS = [
     (1, 1, 3, 1),
     (5, 3, 40, 1),  # more experts than pairs
@@ -288,3 +292,5 @@ if __name__ == "__main__":
     for case in EXPERTS.values():
         check_experts("cpu", *case, dtype=torch.float32, relative=1e-5)
     check_experts("cpu", *EXPERTS["three ranks"], relative=3e-2)
+    with mock.patch("tinker_local.backend.training.triton_experts.shared_memory", return_value=99 * 1024):
+        check_experts("cpu", *SMALLER_BLOCKS, dtype=torch.float32, relative=1e-5)

@@ -106,6 +106,7 @@ def test_kernels_are_kept_in_the_data_folder_where_their_own_cannot_be_written(
     blocked.touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(blocked / "triton"))
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "not" / "yet"))
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
     said: list[str] = []
     use_writable_caches(tmp_path / "data", said.append)
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "data" / "kernels" / "triton")
@@ -118,15 +119,15 @@ def test_kernels_are_kept_in_the_data_folder_where_their_own_cannot_be_written(
     assert len(said) == 1
 
 
-def test_a_home_that_is_read_only_moves_both_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for variable in ("TRITON_CACHE_DIR", "VLLM_CACHE_ROOT"):
+def test_a_home_that_is_read_only_moves_all_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    variables = ("TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "FLASHINFER_WORKSPACE_BASE")
+    for variable in variables:
         monkeypatch.setenv(variable, "")  # so that it is put back
         monkeypatch.delenv(variable)
     monkeypatch.setenv("HOME", "/proc/1")  # a file system without new folders
     said: list[str] = []
     use_writable_caches(tmp_path, said.append)
-    assert [os.environ[name] for name in ("TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")] == [
-        str(tmp_path / "kernels" / "triton"),
-        str(tmp_path / "kernels" / "vllm"),
+    assert [os.environ[name] for name in variables] == [
+        str(tmp_path / "kernels" / name) for name in ("triton", "vllm", "flashinfer")
     ]
-    assert len(said) == 2
+    assert len(said) == 3

@@ -1,5 +1,6 @@
 """The workspace is one thing: equal versions, typed portions of one namespace, wheels that hold what they must."""
 
+import re
 import shutil
 import subprocess
 import tomllib
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tinker_local.backend.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
@@ -90,3 +92,13 @@ def test_wheels_hold_py_typed_and_no_init_of_the_namespace(tmp_path: Path) -> No
     assert {
         name.removeprefix(inside) for name in zipfile.ZipFile(backend).namelist() if name.startswith(inside)
     } >= pages
+
+
+def test_every_command_finds_the_data_folder_of_the_image() -> None:
+    content = (ROOT / "Dockerfile").read_text()
+    assert "VOLUME /data\n" in content
+    with_folder = {
+        name for name, command in main.commands.items() if any("--data-dir" in each.opts for each in command.params)
+    }
+    assert {"serve", "backup"} <= with_folder
+    assert set(re.findall(r"TINKER_LOCAL_([A-Z]+)_DATA_DIR=/data\b", content)) == {name.upper() for name in with_folder}

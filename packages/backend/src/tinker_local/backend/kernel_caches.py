@@ -1,11 +1,12 @@
-"""Where Triton and vLLM keep the kernels that they compile, so that only the first start of a model waits for them."""
+"""Where Triton, vLLM and FlashInfer keep compiled kernels, so that only the first start of a model waits for them."""
 
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-CACHES = {"TRITON_CACHE_DIR": "~/.triton/cache", "VLLM_CACHE_ROOT": "~/.cache/vllm"}
-"""The variables of the environment that name these folders, and which are meant without them."""
+CACHES = {"TRITON_CACHE_DIR": "~/.triton/cache", "VLLM_CACHE_ROOT": "~/.cache/vllm", "FLASHINFER_WORKSPACE_BASE": "~"}
+"""The variables of the environment that name these folders, and which are meant without them. FlashInfer, which vLLM
+imports on a GPU, makes `.cache/flashinfer` below its own, and cannot be imported where it must not."""
 
 
 def use_writable_caches(data_dir: Path, say: Callable[[str], None]) -> None:

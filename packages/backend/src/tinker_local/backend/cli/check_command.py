@@ -109,8 +109,8 @@ def _engines() -> Iterator[Finding]:
         yield Finding(
             "problem",
             "GPU",
-            "this vLLM needs an NVIDIA GPU, and there is none; for vLLM on CPU, uninstall vllm and run "
-            f"`{engine_command('cpu')}`",
+            "this vLLM needs an NVIDIA GPU, and there is none (a container sees one with `docker run --gpus all`); "
+            f"for vLLM on CPU, uninstall vllm and run `{engine_command('cpu')}`",
         )
     else:
         yield from _faults_of_gpus()
