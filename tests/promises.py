@@ -792,6 +792,27 @@ MISTAKES = (
     ),
     Promise(
         "operation",
+        "A start takes longer than it must or does not say for what: one engine after the other, kernels compiled "
+        "again each time, an engine that waits for one that has failed",
+        "a-failed-start-waits a-cache-that-cannot-be-written",
+        (
+            "sampling/test_start_stages.py::test_an_engine_says_where_the_time_of_its_start_went",
+            "fakes/test_loading_at_once_on_fakes.py::test_both_load_at_the_same_time_only_if_told_to",
+            "fakes/test_processes_started_early_on_fakes.py::"
+            "test_an_engine_takes_the_process_of_its_name_and_the_rest_are_ended",
+        ),
+    ),
+    Promise(
+        "operation",
+        "A driver that is too old, a missing compiler or unlike GPUs show as a traceback or not at all",
+        tests=(
+            "workspace/test_gpu_machines.py::test_an_old_driver_is_a_problem_that_says_the_lowest",
+            "workspace/test_gpu_machines.py::test_no_compiler_and_no_headers_are_problems",
+            "workspace/test_gpu_machines.py::test_gpus_of_different_kinds_are_named",
+        ),
+    ),
+    Promise(
+        "operation",
         "A sampler in a process keeps what is not needed: cancelled samples, versions, memory of other results",
         "cancelled-samples-run-on unwritten-version-sent-each-time large-messages-joined",
     ),
@@ -804,10 +825,10 @@ MISTAKES = (
     ),
     Promise(
         "operation",
-        "Training keeps activations and gradients in memory that no layer's backward reads",
+        "Training keeps activations and gradients in memory that no layer's backward reads, or all that a GPU has",
         "gated-mlp-as-autograd-keeps-it norm-as-autograd-keeps-it norm-of-heads-in-tiny-parts "
         "gradient-of-hidden-states-kept kept-on-meta-counted-once plan-of-the-other-decoder "
-        "share-of-the-device-ignored "
+        "share-of-the-device-ignored no-spare-memory "
         "whole-product-of-a-gated-mlp backward-of-a-tower-hardly-planned tower-not-planned tower-not-in-adapters "
         "sizes-without-vision-tower",
     ),

@@ -52,7 +52,7 @@ async def test_an_engine_takes_the_process_of_its_name_and_the_rest_are_ended(
         await each.close()
 
 
-def test_one_with_an_environment_of_its_own_or_from_another_thread_is_started_anew(started: Started) -> None:
+def test_one_with_another_environment_is_started_anew(started: Started) -> None:
     make = functools.partial(FakeTrainer, FakeModel("fake"))
     with started_early({"trainer": "json"}):
         trainer = ProcessTrainer(make, environments=[{"CUDA_VISIBLE_DEVICES": "1"}])
@@ -70,5 +70,5 @@ def test_engines_in_processes_are_started_early_where_there_is_one_gpu(
 
     assert names(1) == ["sampler", "trainer"]
     assert names(1, sampler="inline") == ["trainer"]
-    assert names(0) == names(2) == []  # ranks and replicas have environments of their own
+    assert names(0) == names(2) == []  # each rank and replica has another environment
     assert names(0, sampler="process", trainer="process") == ["sampler", "trainer"]

@@ -269,7 +269,7 @@ def _seconds(stages: Sequence[Stage]) -> float:
 
 
 def _in_daemon_thread(load: Callable[[], T]) -> "Future[T]":
-    """Nobody waits for the thread: if the start fails, the process that it waits for is ended."""
+    """Does not keep this process from ending: if the start fails, what the thread waits for is ended."""
     outcome: Future[T] = Future()
 
     def run() -> None:
