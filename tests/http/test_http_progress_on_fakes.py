@@ -11,6 +11,7 @@ import pytest
 import tinker
 from click.testing import CliRunner
 from tinker_local import client
+from tinker_local.backend.cli import status_command
 from tinker_local.backend.cli.main import main
 from tinker_local.backend.http import progress_routes
 from tinker_local.backend.storage import curves
@@ -206,7 +207,7 @@ async def test_an_owner_sees_its_own_runs_and_not_how_busy_others_are_on_fakes(
         assert seen[key].keys() == {"version", "time", "problems", "runs", "models"}
         assert all(model.keys() == {"names"} for model in seen[key]["models"])
     assert seen[ADMIN]["memory_bytes"] > 2**20
-    assert seen[ADMIN]["models"][0].keys() == {"names", *progress_routes.OF_MODELS}
+    assert seen[ADMIN]["models"][0].keys() == {"names", "start", *progress_routes.OF_MODELS}
 
 
 def test_log_metrics_and_status_work_on_a_running_server_on_fakes(fake_server: Server) -> None:
@@ -238,3 +239,15 @@ def test_log_metrics_and_status_work_on_a_running_server_on_fakes(fake_server: S
         outcome = CliRunner().invoke(main, ["status", "--url", url])
         assert outcome.exit_code != 0
         assert words in outcome.output
+
+
+def test_status_says_where_a_start_went_and_what_of_a_gpu_is_cache() -> None:
+    model = {"names": ["tiny"], "kv_cache_bytes": 16 * 2**30, "trainer_cached_bytes": 3 * 2**29}
+    model["start"] = {"server": {"imports": 0.01}, "sampler": {"weights": 3.21, "graphs": 12.0}}
+    assert status_command._start(model) == "tiny started with sampler: weights 3.2 s, graphs 12.0 s"
+    assert status_command._start({"names": ["tiny"]}) == ""
+    now = {"models": [model], "gpus": [{"gpu": 0, "used_bytes": 1, "bytes": 2}]}
+    assert status_command._caches(now) == (
+        "of each GPU, 16.0 GiB are KV cache; the trainer holds 1.5 GiB for later use"
+    )
+    assert status_command._caches({"models": [model], "gpus": []}) == ""

@@ -40,8 +40,8 @@ def shown(now: dict[str, Any], before: dict[str, Any] | None, width: int) -> "Re
         for at, model in enumerate(now["models"]):
             old = before["models"][at] if before is not None and len(before["models"]) > at else None
             parts.append(Text(_model(now, before, model, old)))
-        parts += [Text(words) for words in [_caches(now)] if words]
-        parts += [Text(f"{model['names'][0]} {words}") for model in now["models"] if (words := _start(model))]
+        notes = [_caches(now), *(_start(model) for model in now["models"])]
+        parts += [Text(note) for note in notes if note]
         words = [f"up {now['seconds_up'] / 3600:.1f} h", f"memory {now['memory_bytes'] / GIB:.1f} GiB"]
         words += [f"GPU {g['gpu']} {g['used_bytes'] / GIB:.1f} of {g['bytes'] / GIB:.1f} GiB" for g in now["gpus"]]
         parts.append(Text(", ".join(words)))
@@ -150,7 +150,7 @@ def _start(model: dict[str, Any]) -> str:
     for part, stages in model.get("start", {}).items():
         if slow := [f"{name} {seconds:.1f} s" for name, seconds in stages.items() if seconds >= 0.05]:
             parts.append(f"{part}: {', '.join(slow)}")
-    return f"started with {'; '.join(parts)}" if parts else ""
+    return f"{model['names'][0]} started with {'; '.join(parts)}" if parts else ""
 
 
 def _work(model: dict[str, Any], kind: str, works: str) -> str:

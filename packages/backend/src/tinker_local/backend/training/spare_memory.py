@@ -34,4 +34,4 @@ def cached_bytes(device: torch.device) -> int:
     """Bytes of `device` that torch's allocator keeps for later; 0 if it is not a GPU."""
     if device.type != "cuda":
         return 0
-    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
