@@ -67,7 +67,12 @@ def test_a_trainer_leaves_memory_to_others_and_what_it_has_in_use_stays(monkeypa
     for name in ("mem_get_info", "memory_allocated", "memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda device, name=name: numbers[name])
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: limits[-1])
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: limits.append(share))
+
+    def set_limit(share: float, device: int | None) -> None:
+        assert device is None or isinstance(device, int)  # torch 2.13 takes no device without a number
+        limits.append(share)
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", set_limit)
 
     def give_back() -> None:
         free, total = numbers["mem_get_info"]

@@ -26,7 +26,7 @@ def leave_spare_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
     allowed = max(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device) + free - SPARE_BYTES)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device.index)
     _shares[device] = torch.cuda.get_per_process_memory_fraction(device.index)
 
 
