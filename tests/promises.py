@@ -860,7 +860,7 @@ MISTAKES = (
         "Structured output and calls only look alike: sampling is not constrained, or a hostile schema stops all",
         "grammar-lost-on-the-way grammar-not-given-to-vllm deep-schemas-pass schema-of-elsewhere "
         "grammar-without-a-budget not-is-ignored keywords-beside-a-reference a-free-key-may-be-a-listed-one "
-        "blanks-without-a-bound "
+        "blanks-without-a-bound grammars-with-an-old-vllm "
         "tools-without-their-grammar calls-not-counted-as-the-end",
         (
             "sampling/test_grammars.py::test_other_requests_in_the_batch_are_the_same",
@@ -877,7 +877,7 @@ MISTAKES = (
         "delta-rule-decay-not-in-the-system delta-rule-keeps-a-graph parts-of-a-module-in-one "
         "split-rows-ignored-by-vllm parts-joined-off-the-diagonal gate-of-attention-without-its-gradient "
         "wrong-gradients-on-hopper old-fla-core last-chunk-unknown-to-fla positions-of-text-in-one-row "
-        "choices-compiled-one-by-one failed-choices-kept",
+        "choices-compiled-one-by-one failed-choices-kept kernels-of-gpus-on-a-cpu kernels-of-gpus-unused-on-a-gpu",
         ("families/test_qwen3_5.py::test_long_prompts_in_parts_and_from_the_cache_have_the_same_logprobs",),
     ),
     Promise(

@@ -1,6 +1,7 @@
 """Grammars that compile and then cost more and more: their request ends by its budget, and no step waits for it."""
 
 import asyncio
+import importlib.metadata
 import os
 import signal
 import time
@@ -8,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tinker_local.backend.rendering.grammar import Grammar
+from tinker_local.backend.rendering.grammar import SWITCHED_OFF, Grammar
+from tinker_local.backend.vllm_engine import compat_vllm
 from tinker_local.backend.vllm_engine.grammar_process import GrammarProcess
 from tinker_local.backend.vllm_engine.grammar_server import Limits
 from tinker_local.types import InvalidRequestError
@@ -100,3 +102,20 @@ async def test_a_request_that_is_cancelled_ends_its_process(text: Any) -> None:
     while matcher.fileno() in masks._matchers and time.monotonic() < deadline:
         await text.sampler.sample(constrained(text, COLOURS, 1))
     assert not masks._matchers or matcher not in masks._matchers.values()
+
+
+@pytest.mark.mutation("grammars-with-an-old-vllm", "compat_vllm.py", "found >= GRAMMARS_SINCE", "found >= (0, 0)")
+def test_a_vllm_whose_grammars_have_known_faults_follows_none_unless_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"vllm": "0.31.1+cu130"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert compat_vllm.why_no_grammars("auto").startswith("needs vLLM 0.32, and 0.31 is installed")
+    assert compat_vllm.why_no_grammars("always") == ""
+    installed["vllm"] = "0.32.0"
+    assert compat_vllm.why_no_grammars("auto") == ""
+    assert compat_vllm.why_no_grammars("never") == SWITCHED_OFF

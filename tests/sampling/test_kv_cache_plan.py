@@ -11,7 +11,7 @@ from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_
 from tinker_local.backend.tiny_models.shapes import TextShape
 from tinker_local.backend.tiny_models.text_families import QWEN3_5_SHAPE
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions, build_engine
-from tinker_local.backend.vllm_engine.compat_vllm import scheduler
+from tinker_local.backend.vllm_engine.compat_vllm import scheduler, version
 from transformers import AutoConfig
 
 POSITIONS = 40
@@ -24,6 +24,18 @@ MODELS: dict[str, Any] = {
     # Six layers of linear attention and two of softmax attention.
     "qwen3_5": lambda out: make_tiny_vl_model(out, family="qwen3_5", text=replace(QWEN3_5_SHAPE, num_layers=8)),
 }
+
+
+def bytes_by_vllm(config: Any, groups: Any) -> int:
+    """What vLLM says that a sequence of the longest context takes."""
+    if version() < (0, 33):
+        from vllm.v1.core.kv_cache_utils import _max_memory_usage_bytes_from_groups
+
+        return int(_max_memory_usage_bytes_from_groups(config, groups))
+    from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
+    from vllm.v1.core.kv_cache_planning import _max_memory_usage_bytes_from_groups
+
+    return int(_max_memory_usage_bytes_from_groups(get_kv_cache_config_builder(config), config, groups))
 
 
 @pytest.mark.mutation(
@@ -43,8 +55,6 @@ MODELS: dict[str, Any] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_a_sequence_takes_what_vllm_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU blocks are larger than on a GPU."""
-    from vllm.v1.core.kv_cache_utils import _max_memory_usage_bytes_from_groups
-
     folder = MODELS[name](tmp_path / "model")
     options = EngineOptions(
         str(folder),
@@ -63,5 +73,5 @@ def test_a_sequence_takes_what_vllm_says(name: str, tmp_path: Path, monkeypatch:
     layers = max(len(group.layer_names) for group in cache.kv_cache_groups)
     assert sizes.block_bytes == page * layers
     assert cache.num_blocks == 2**24 // sizes.block_bytes
-    theirs = _max_memory_usage_bytes_from_groups(config, cache.kv_cache_groups)
+    theirs = bytes_by_vllm(config, cache.kv_cache_groups)
     assert sizes.sequence_bytes(CONTEXT, POSITIONS) == theirs + sizes.block_bytes, "one more block, which stays empty"

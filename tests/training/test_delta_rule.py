@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 from dataclasses import replace
+from importlib import metadata, resources
 from types import SimpleNamespace
 
 import numpy as np
@@ -169,15 +170,32 @@ def test_an_older_fla_core_is_said_not_to_compute(monkeypatch: pytest.MonkeyPatc
     assert found == (None, "plain torch, since fla-core 0.5.1 is older than 0.6")
 
 
+def locked() -> dict[str, str]:
+    """The versions that the extra `gpu` installs, by the names of their packages."""
+    lines = resources.files("tinker_local.backend.cli").joinpath("requirements-gpu.txt").read_text().splitlines()
+    pins = (line.partition(" ;")[0].split("==") for line in lines if "==" in line)
+    return dict(pins)
+
+
+def test_what_the_extra_for_gpus_installs_computes_by_fla_on_hopper_too() -> None:
+    pins = locked()
+    assert delta_rule._numbers(pins["fla-core"]) >= delta_rule._numbers(delta_rule.FLA_CORE)
+    assert delta_rule.gradients_are_right(9, pins["triton"])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_fla_computes_what_plain_torch_does_and_never_waits() -> None:
     """In bfloat16, against float64 on the CPU: the norm of the difference over the norm. The first call compiles
-    kernels, and waits."""
+    kernels, and waits. With the locked torch, the locked `fla-core` must be what computes."""
     cuda = torch.device("cuda")
     kernels, words = delta_rule.kernels_for(cuda, torch.bfloat16)
-    if kernels is None:
+    pins = locked()
+    as_locked = all(metadata.version(name) == pins[name] for name in ("torch", "triton"))
+    if kernels is None and not as_locked:
         pytest.skip(words)
+    assert kernels is not None, words
+    assert not as_locked or metadata.version("fla-core") == pins["fla-core"]
     lengths = ROWS["mixed"]
     exact, rule = made(lengths, torch.bfloat16, 128, 128)
     grad = torch.randn(sum(lengths), VALUE_HEADS * 128).bfloat16()

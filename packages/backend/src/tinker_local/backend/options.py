@@ -478,7 +478,7 @@ class BackendOptions:
     grammars: Annotated[
         GrammarChoice,
         CommandOption(
-            "Serve structured output and tools in OpenAI's and Anthropic's APIs: auto, with vLLM 0.31 or newer, which "
+            "Serve structured output and tools in OpenAI's and Anthropic's APIs: auto, with vLLM 0.32 or newer, which "
             "has no known faults there; always, with an older one too; never."
         ),
     ] = "auto"

@@ -175,11 +175,13 @@ def check_by_transformers(folder: Path, trained: Trained, to: str, device: str) 
 def _loaded_logprobs(folder: Path, trained: Trained, to: str, device: str, probe: Probe) -> Logprobs:
     import torch
     import transformers
+    from tinker_local.backend.training.decoders.transformers_delta_net import use_kernels_on_gpus_alone
 
     base = trained.base
     auto = getattr(transformers, base.family.auto_class)
     path = str(folder) if to == "merged" else base.path
     model = auto.from_pretrained(path, dtype=getattr(torch, base.dtype)).to(device)
+    use_kernels_on_gpus_alone(model)
     if to != "merged":
         from peft import PeftModel
 

@@ -15,8 +15,11 @@ from tinker_local.backend.rendering.grammar import SWITCHED_OFF
 SAMPLED_TEMPERATURE_MIN = 1e-5
 """vLLM samples greedily below this temperature (`_SAMPLING_EPS` of its sampler, the same in 0.26 and 0.32)."""
 
-GRAMMARS_SINCE = (0, 31)
-"""The first version without published advisories about hostile grammars."""
+GRAMMARS_SINCE = (0, 32)
+"""The first version without known faults with hostile grammars. Published are GHSA-rwxx-mrjm-wc2m, mended in 0.24, and
+GHSA-85xf-c7hm-whqw, mended in 0.30. Since 0.32 schemas that nest too deeply are refused, before the cost of converting
+them. The advisories mended in 0.32, GHSA-542m-9234-8gvf and GHSA-x567-49g5-p4cf, are about chat templates in requests:
+this server takes none."""
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `max_lora_rank` that vLLM accepts."""

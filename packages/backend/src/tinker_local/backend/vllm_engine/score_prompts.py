@@ -43,9 +43,10 @@ def read_cached_prefixes(manager: Any) -> None:
     """Let requests with questions read what is before their first row from the prefix cache, a `KVCacheManager`."""
     original = manager.get_computed_blocks
 
-    def get_computed_blocks(request: Any) -> Any:
+    def get_computed_blocks(request: Any, *limit: None) -> Any:
+        """`limit`: from 0.33 on; None without a connector that vLLM calls auxiliary."""
         questions = (request.sampling_params.extra_args or {}).get(_QUESTIONS)
-        return original(request if questions is None else _UntilFirstRow(request, questions.first_row))
+        return original(request if questions is None else _UntilFirstRow(request, questions.first_row), *limit)
 
     manager.get_computed_blocks = get_computed_blocks
 

@@ -11,6 +11,7 @@ from tinker_local.backend.training.attention import Segments
 from tinker_local.backend.training.decoder import Decoder, PackedRow
 from tinker_local.backend.training.decoders.autograd import AutogradDecoder
 from tinker_local.backend.training.decoders.packed_attention import attending
+from tinker_local.backend.training.decoders.transformers_delta_net import use_kernels_on_gpus_alone
 from tinker_local.backend.training.decoders.transformers_positions import check_positions
 from tinker_local.backend.training.decoders.written_out.layers import take_layers
 from tinker_local.backend.training.kernels import Kernels
@@ -41,6 +42,7 @@ def make_decoder(
     """The decoder that `choice` names for transformers' `model`, compared with transformers' own forward. `where`: the
     model's name in errors. `weights`: of the model's layers. `row_ranks`: who shares rows; all of them call this.
     `max_positions`: how many are compared. UnsupportedError if no decoder works, with the reasons."""
+    use_kernels_on_gpus_alone(model)
     reasons: list[str] = []
     if choice in ("auto", "written-out"):
         try:
