@@ -78,6 +78,8 @@ def prepare_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # vLLM's logger only takes its level from there once an engine is built.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+    # vLLM 0.32 compiles some ninety kernels in a first start, by default on four cores.
+    os.environ.setdefault("VLLM_TRITON_JIT_WARMUP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     # `FullVocabularyDraw` replaces flashinfer's draw, without which vLLM would refuse to start.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if runs_on_cpu():
