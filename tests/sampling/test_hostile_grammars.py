@@ -23,7 +23,10 @@ DOUBLING = "\n".join(
 )
 HOSTILE = {
     "a token": (Grammar("grammar", DOUBLING, "f"), Limits(token_seconds=0.1)),
-    "a request": (Grammar("regex", "[ab]{900}", "f"), Limits(request_seconds=0.005, seconds_per_token=0.0)),
+    "a request": (
+        Grammar("grammar", DOUBLING, "f"),
+        Limits(token_seconds=60, request_seconds=0.1, seconds_per_token=0),
+    ),
 }
 
 

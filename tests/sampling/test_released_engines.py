@@ -1,15 +1,17 @@
 """An engine that is let go leaves no weights behind, also where vLLM's compiler has taken the model apart."""
 
+import gc
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from tinker_local.backend.vllm_engine import release_engine
+from tinker_local.backend.vllm_engine import build_engine, release_engine
 
 SCRIPT = """
 import gc, sys, weakref
@@ -38,6 +40,8 @@ options = build_engine.EngineOptions(
     sys.argv[1], kv_cache_bytes=2**26, max_context_length=256, max_rank=8, enforce_eager=sys.argv[2] == "eager"
 )
 engine = build_engine.build_engine(options)
+if sys.argv[2] == "eager":  # as a server does when all is loaded
+    gc.freeze()
 engine.add_request("0", {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=4))
 while engine.has_unfinished_requests():
     engine.step()
@@ -77,7 +81,13 @@ print("left", sum(weight() is not None for weight in weights), "of", len(weights
     cases=("compiled-3",),
 )
 @pytest.mark.mutation(
-    "heap-searched-after-a-release", "release_engine.py", "    gc.freeze()  # as it was", "    pass  # as it was"
+    "heap-searched-after-a-release",
+    "release_engine.py",
+    "        gc.freeze()  # as it was",
+    "        pass  # as it was",
+)
+@pytest.mark.mutation(
+    "frozen-engine-stays", "release_engine.py", "        gc.unfreeze()\n", "        pass\n", cases=("eager-0",)
 )
 @pytest.mark.parametrize(("how", "mode"), [("eager", 0), ("compiled", 3)])
 def test_a_released_engine_leaves_no_weights(tiny_models: dict[str, Path], how: str, mode: int) -> None:
@@ -89,10 +99,29 @@ def test_a_released_engine_leaves_no_weights(tiny_models: dict[str, Path], how: 
     assert int(re.search(r"noted (\d+)", done.stdout).group(1)) > 4  # type: ignore[union-attr]
     assert "notes left 1 slots left 0\n" in done.stdout
     frozen, searched = map(int, re.search(r"frozen (\d+) searched (\d+)", done.stdout).groups())  # type: ignore[union-attr]
-    assert frozen > 10 * searched, "full collections walk all modules again"
+    if how == "eager":  # which was frozen
+        assert frozen > 10 * searched, "full collections walk all modules again"
     left, of = re.search(r"left (\d+) of (\d+)", done.stdout).groups()  # type: ignore[union-attr]
     assert int(of) > 10
     assert int(left) == 0
+
+
+@pytest.mark.mutation(
+    "vllm-freezes-the-heap",
+    "patches.py",
+    "        to_process=_leave_the_heap_alone,\n",
+    '        used_in=("patches.py",),\n',
+)
+def test_a_built_engine_leaves_the_heap_as_it_was(text: Any) -> None:
+    """So that releasing an engine need not look at all objects of the process."""
+    frozen = gc.get_freeze_count()
+    engine = build_engine.build_engine(
+        build_engine.EngineOptions(str(text.folder), kv_cache_bytes=2**24, max_context_length=128, max_rank=8)
+    )
+    assert gc.get_freeze_count() <= frozen
+    assert any(each is engine for each in gc.get_objects())
+    release_engine.release_engine(engine)
+    assert gc.get_freeze_count() <= frozen
 
 
 @pytest.mark.mutation(

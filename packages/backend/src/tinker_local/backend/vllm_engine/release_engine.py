@@ -75,6 +75,7 @@ def release_engine(engine: Any) -> None:
     (and a trainer) share.
     """
     runner, sleeps = model_runner(engine), can_sleep(engine)
+    is_frozen = not any(each is engine for each in gc.get_objects())  # and would never be collected
     _forget_lora_pointers(lora_worker(engine))
     tensors = _tensors_that_have_to_go(runner)
     runner.compilation_config.static_forward_context.clear()
@@ -85,11 +86,13 @@ def release_engine(engine: Any) -> None:
     _let_dynamo_forget(engine.kept_by_dynamo)
     vars(engine).clear()  # the caller still has it, and what is frozen below is not collected when that ends
     del runner
-    gc.unfreeze()  # vLLM froze the heap when it built the engine, and frozen objects are never collected
+    if is_frozen:
+        gc.unfreeze()
     gc.collect()
     if any(tensor() is not None for tensor in tensors):
         gc.collect()  # what finalizers of the first one let go; it takes as long again, seconds in a large process
-    gc.freeze()  # as it was: the server's modules and other engines stay out of full collections
+    if is_frozen:
+        gc.freeze()  # as it was: the server's modules and other engines stay out of full collections
     if sleeps:
         free_sleep_pools()
     import torch
