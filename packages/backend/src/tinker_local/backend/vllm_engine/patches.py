@@ -482,7 +482,7 @@ PATCHES = (
     ),
     Patch(
         "vLLM leaves the garbage collector's heap as it is",
-        "it freezes all objects of the process, and to release an engine all had to be thawed and looked at, for 0.6 s; "
+        "it freezes all objects of the process, and to release an engine all had to be thawed and searched: 0.6 s; "
         "processes of engines, and servers, freeze theirs when all is loaded",
         "0.26 to 0.32",
         ("freeze_gc_heap",),
