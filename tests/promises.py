@@ -794,7 +794,7 @@ MISTAKES = (
         "operation",
         "A start takes longer than it must or does not say for what: one engine after the other, kernels compiled "
         "again each time, an engine that waits for one that has failed",
-        "a-failed-start-waits a-cache-that-cannot-be-written vllm-freezes-the-heap",
+        "a-failed-start-waits a-cache-that-cannot-be-written vllm-freezes-the-heap weights-not-read-ahead",
         (
             "sampling/test_start_stages.py::test_an_engine_says_where_the_time_of_its_start_went",
             "fakes/test_loading_at_once_on_fakes.py::test_both_load_at_the_same_time_only_if_told_to",

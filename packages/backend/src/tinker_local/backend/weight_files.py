@@ -6,12 +6,15 @@ The format: 8 bytes with the length of a JSON object, which has dtype, shape and
 import importlib.util
 import json
 import math
+import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tinker_local.backend.heap import memory_of_machine
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LONGEST_HEADER = 100 * 2**20
@@ -23,6 +26,9 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 _CHUNK = 2**21
 """Bytes of a tensor that are read at a time: few enough for a processor's cache."""
+
+_AHEAD = 2**24
+"""Bytes that are read ahead at a time."""
 
 _INFINITIES: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
     "F64": (np.uint64, 0x7FF0 << 48),
@@ -48,6 +54,32 @@ class StoredTensor:
     def size(self) -> int:
         """Its count of numbers."""
         return math.prod(self.shape)
+
+
+def read_ahead(source: str) -> threading.Thread | None:
+    """Read the weights of `source`, a folder or a hub name, into the kernel's cache while libraries are imported.
+
+    Trainer and sampler find them there, and the disk reads them once. The thread that does it; None if they are not
+    here, or larger than half of the memory."""
+    try:
+        folder = folder_of(source)
+        files = [] if folder is None else [folder / name for name in weight_files(folder) if (folder / name).is_file()]
+        size = sum(file.stat().st_size for file in files)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # the start says what is wrong with them
+    if not 0 < size <= memory_of_machine() // 2:
+        return None
+
+    def read() -> None:
+        buffer = bytearray(_AHEAD)
+        for file in files:
+            with suppress(OSError), file.open("rb", buffering=0) as opened:
+                while opened.readinto(buffer):  # the kernel takes POSIX_FADV_WILLNEED for a fraction of this alone
+                    pass
+
+    thread = threading.Thread(target=read, daemon=True, name="read-ahead")
+    thread.start()
+    return thread
 
 
 def weight_files(folder: Path) -> list[str]:

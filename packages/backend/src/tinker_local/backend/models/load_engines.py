@@ -45,6 +45,7 @@ from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 from tinker_local.backend.stages import Stage, in_words, stage, taken
 from tinker_local.backend.storage.version_content import version_content
 from tinker_local.backend.training.process_trainer import ProcessTrainer, TrainerFactory
+from tinker_local.backend.weight_files import read_ahead
 
 if TYPE_CHECKING:
     from tinker_local.backend.fakes import FakeModel
@@ -388,6 +389,7 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
     """vLLM for sampling and HF transformers for training, each with its own copy of the weights. Tells `progress` where
     they are if there are several GPUs."""
     use_writable_caches(options.data_dir, progress)
+    read_ahead(source.path)
     with started_early(_imports(options)):
         return _load_real(source, options, progress)
 
