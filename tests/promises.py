@@ -528,7 +528,7 @@ MISTAKES = (
     Promise(
         "operation",
         "One owner takes what is left from the others, or is refused without the numbers and what helps",
-        "half-for-the-only-owner heap-searched-after-a-release frozen-engine-stays owners-counted-once-for-all "
+        "half-for-the-only-owner heap-searched-after-a-release owners-counted-once-for-all "
         "quota-of-an-owner-for-all adapters-of-all-owners-alone queues-of-owners-not-bounded "
         "samples-of-owners-not-bounded bytes-of-samples-not-counted connections-for-one-owner "
         "answers-not-counted unread-streams-without-bound unread-streams-of-all-without-bound "
@@ -792,8 +792,8 @@ MISTAKES = (
     ),
     Promise(
         "operation",
-        "A start takes longer than it must or does not say for what: one engine after the other, kernels compiled "
-        "again each time, an engine that waits for one that has failed",
+        "A start or an end takes longer than it must or does not say for what: one engine after the other, kernels "
+        "compiled again each time, an engine that waits for one that has failed, searches for garbage",
         "a-failed-start-waits a-cache-that-cannot-be-written vllm-freezes-the-heap weights-not-read-ahead",
         (
             "sampling/test_start_stages.py::test_an_engine_says_where_the_time_of_its_start_went",

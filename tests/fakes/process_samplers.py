@@ -1,6 +1,7 @@
 """Samplers for the tests of processes. The processes import this file, so it contains no tests."""
 
 import asyncio
+import gc
 import os
 import time
 from typing import Any
@@ -75,6 +76,18 @@ class OddSampler(FakeSampler):
 
 def odd(name: str = "fake/bigram") -> OddSampler:
     return OddSampler(FakeModel(name, seed=int(os.environ.get(ANOTHER_MODEL, "0"))))
+
+
+class HeapWatcher(OddSampler):
+    """`sequences_waiting`: how many objects garbage collection leaves alone."""
+
+    @property
+    def sequences_waiting(self) -> int:
+        return gc.get_freeze_count()
+
+
+def heap_watcher() -> HeapWatcher:
+    return HeapWatcher(FakeModel("fake/bigram"))
 
 
 def no_such_model() -> Any:

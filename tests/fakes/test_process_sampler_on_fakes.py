@@ -325,3 +325,13 @@ async def test_close_ends_a_stopped_process_and_what_is_in_flight_on_fakes(start
     with pytest.raises(InternalError, match="the sampler was stopped"):
         await sampler.sample(work(1))
     assert not sampler.ended
+
+
+@pytest.mark.mutation("sampler-searched-for-garbage", "async_child.py", "            freeze_heap()\n", "")
+async def test_garbage_collection_leaves_what_a_sampler_has_loaded_alone_on_fakes(
+    start: Callable[..., ProcessSampler], samplers: ModuleType
+) -> None:
+    """A full collection would hold up its steps."""
+    sampler = start(samplers.heap_watcher)
+    await sampler.pulse()
+    assert sampler.sequences_waiting > 10_000

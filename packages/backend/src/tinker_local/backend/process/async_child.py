@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from tinker_local.backend.process.child import CLOSE, LOAD, Inbox, fail
+from tinker_local.backend.process.child import CLOSE, LOAD, Inbox, fail, freeze_heap
 from tinker_local.backend.process.messages import Answer, Call, Cancel, Encoded, Failure, Notes, encode
 from tinker_local.types import InternalError
 
@@ -81,6 +81,7 @@ class _Server:
         """Blocks: no other call comes before the answer."""
         try:
             self._target = self._make(self._inbox)
+            freeze_heap()
             self._inbox.send(Answer(call.number, self._describe(self._target), self._state(self._target)))
         except (BrokenPipeError, ConnectionResetError):
             raise

@@ -232,9 +232,13 @@ class _Server:
 
 
 def settle_after_load() -> None:
-    """Few host threads beside a device, and long-lived objects that garbage collection leaves alone, so that it does
-    not delay kernel launches."""
+    """Few host threads beside a device, and a frozen heap."""
     _few_threads_beside_a_device()
+    freeze_heap()
+
+
+def freeze_heap() -> None:
+    """Let garbage collection leave long-lived objects alone, so that it does not delay kernel launches."""
     gc.collect()
     gc.freeze()
 
