@@ -204,12 +204,18 @@ def tensors(states: Mapping[str, AdapterState]) -> dict[tuple[str, str], Any]:
 
 @pytest.mark.parametrize("label", LABELS)
 def test_steps_of_several_ranks_are_those_of_one(one: Any, several: Any, label: str) -> None:
+    """To what rounding moves them by: AdamW divides small gradients by their own size, and so their rounding, too."""
+    exact = one[label if "float64" in label else f"{label.partition(',')[0]} in float64"]
+    by_rounding = 16 * deviation(_norms(one[label]), _norms(exact))
+    trained_by_rounding = 16 * deviation(tensors(one[label].trained), tensors(exact.trained))
     for seen in several:
-        assert seen[label].norms.keys() == one[label].norms.keys()
-        for key, norm in one[label].norms.items():
-            assert seen[label].norms[key] == pytest.approx(norm, rel=1e-5)
-        assert deviation(tensors(seen[label].trained), tensors(one[label].trained)) <= 1e-4
+        assert deviation(_norms(seen[label]), _norms(one[label])) <= max(1e-9, by_rounding)
+        assert deviation(tensors(seen[label].trained), tensors(one[label].trained)) <= max(1e-7, trained_by_rounding)
         assert [state.step for state in seen[label].trained.values()] == [5] * len(ADAPTERS)
+
+
+def _norms(seen: Seen) -> dict[tuple[int, str, str], Any]:
+    return {(*key, name): np.array([norm]) for key, norms in seen.norms.items() for name, norm in norms.items()}
 
 
 def test_each_image_is_encoded_by_the_ranks_that_read_it(one: Any, two: Any) -> None:
