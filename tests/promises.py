@@ -794,7 +794,8 @@ MISTAKES = (
         "operation",
         "A start or an end takes longer than it must or does not say for what: one engine after the other, kernels "
         "compiled again each time, an engine that waits for one that has failed, searches for garbage",
-        "a-failed-start-waits a-cache-that-cannot-be-written vllm-freezes-the-heap weights-not-read-ahead",
+        "a-failed-start-waits a-cache-that-cannot-be-written vllm-freezes-the-heap "
+        "weights-not-read-ahead frozen-engine-stays sampler-searched-for-garbage",
         (
             "sampling/test_start_stages.py::test_an_engine_says_where_the_time_of_its_start_went",
             "fakes/test_loading_at_once_on_fakes.py::test_both_load_at_the_same_time_only_if_told_to",
@@ -807,7 +808,7 @@ MISTAKES = (
         "A driver that is too old, a missing compiler or unlike GPUs show as a traceback or not at all",
         tests=(
             "workspace/test_gpu_machines.py::test_an_old_driver_is_a_problem_that_says_the_lowest",
-            "workspace/test_gpu_machines.py::test_no_compiler_and_no_headers_are_problems",
+            "workspace/test_gpu_machines.py::test_no_compiler_and_no_headers_are_said",
             "workspace/test_gpu_machines.py::test_gpus_of_different_kinds_are_named",
         ),
     ),

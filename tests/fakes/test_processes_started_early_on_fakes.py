@@ -13,6 +13,7 @@ from tinker_local.backend.process import early, process_group
 from tinker_local.backend.process.early import started_early
 from tinker_local.backend.sampling.process_sampler import ProcessSampler
 from tinker_local.backend.training.process_trainer import ProcessTrainer
+from tinker_local.types import UnsupportedError
 
 Started = list[Any]
 
@@ -52,6 +53,21 @@ async def test_an_engine_takes_the_process_of_its_name_and_the_rest_are_ended(
         await each.close()
 
 
+async def test_imports_that_fail_are_the_error_of_the_load_and_an_end_starts_another(
+    started: Started, samplers: ModuleType
+) -> None:
+    with started_early({"sampler": "no_such_module"}):
+        sampler = ProcessSampler(samplers.no_such_model)
+        with pytest.raises(UnsupportedError, match="not supported"):
+            sampler.load()
+    with started_early({"sampler": "os:abort"}):
+        started[-1].wait(20)
+        sampler = ProcessSampler(samplers.odd)
+        sampler.load()
+    assert len(started) == 3
+    await sampler.close()
+
+
 def test_one_with_another_environment_is_started_anew(started: Started) -> None:
     make = functools.partial(FakeTrainer, FakeModel("fake"))
     with started_early({"trainer": "json"}):
@@ -72,3 +88,4 @@ def test_engines_in_processes_are_started_early_where_there_is_one_gpu(
     assert names(1, sampler="inline") == ["trainer"]
     assert names(0) == names(2) == []  # each rank and replica has another environment
     assert names(0, sampler="process", trainer="process") == ["sampler", "trainer"]
+    assert names(2, sampler="process") == names(1, train_gpus=(0,)) == []

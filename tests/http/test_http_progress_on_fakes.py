@@ -247,7 +247,7 @@ def test_status_says_where_a_start_went_and_what_of_a_gpu_is_cache() -> None:
     assert status_command._start(model) == "tiny started with sampler: weights 3.2 s, graphs 12.0 s"
     assert status_command._start({"names": ["tiny"]}) == ""
     now = {"models": [model], "gpus": [{"gpu": 0, "used_bytes": 1, "bytes": 2}]}
-    assert status_command._caches(now) == (
-        "of each GPU, 16.0 GiB are KV cache; the trainer holds 1.5 GiB for later use"
-    )
+    said = "16.0 GiB of each GPU are KV cache; the trainers hold 1.5 GiB for later use"
+    assert status_command._caches(now) == said
+    assert status_command._caches({**now, "models": [{"names": ["of an older server"]}]}) == ""
     assert status_command._caches({"models": [model], "gpus": []}) == ""

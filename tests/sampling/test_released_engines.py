@@ -34,6 +34,15 @@ if sys.argv[2] == "compiled":  # as on CUDA, where the platform does not take it
 
     CpuPlatform.check_and_update_config = classmethod(compile_anyway)
 
+if sys.argv[2] == "eager":  # as in a process that imports before it knows of the engine
+    import os
+
+    build_engine.import_vllm()
+    patch = build_engine.patches.apply_to_config
+    name = "TRITON_CACHE_AUTOTUNING"
+    print("imported", os.environ.get(name))
+    build_engine.patches.apply_to_config = lambda *given: print("building", os.environ.get(name)) or patch(*given)
+
 from vllm import SamplingParams
 
 options = build_engine.EngineOptions(
@@ -96,6 +105,8 @@ def test_a_released_engine_leaves_no_weights(tiny_models: dict[str, Path], how: 
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     assert f"mode {mode}\n" in done.stdout
+    if how == "eager":  # what vLLM's import sets holds for engines alone
+        assert "imported None\nbuilding 1\n" in done.stdout
     assert int(re.search(r"noted (\d+)", done.stdout).group(1)) > 4  # type: ignore[union-attr]
     assert "notes left 1 slots left 0\n" in done.stdout
     frozen, searched = map(int, re.search(r"frozen (\d+) searched (\d+)", done.stdout).groups())  # type: ignore[union-attr]

@@ -9,7 +9,7 @@ import torch
 import transformers
 from tinker_local.backend.training.load_model import decoder_of_sizes
 from tinker_local.backend.training.recompute_policy import free_bytes
-from tinker_local.backend.training.spare_memory import leave_spare_memory
+from tinker_local.backend.training.spare_memory import leave_spare_memory, take_all_memory_again
 
 FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "gemma3_text", "qwen3", "qwen3_untied", "qwen2_5_vl", "qwen3_vl")
 
@@ -94,6 +94,11 @@ def test_a_trainer_leaves_memory_to_others_and_what_it_has_in_use_stays(monkeypa
     assert limit(free=0.5, reserved=48.5, allocated=16) == pytest.approx(48)
     assert limit(free=0.5, reserved=48.5, allocated=48.5) == pytest.approx(48.5)
     assert limit(free=60, reserved=16, allocated=16) == pytest.approx(75)  # and has ended
+    take_all_memory_again(device)
+    assert limits[-1] == 1.0
+    assert limit(free=60, reserved=16, allocated=16) == pytest.approx(75)
     limits.append(0.25)  # an operator's own limit
+    take_all_memory_again(device)
+    assert limits[-1] == 0.25
     assert limit(free=60, reserved=16, allocated=16) == pytest.approx(20)
     leave_spare_memory(torch.device("cpu"))

@@ -34,7 +34,7 @@ def test_all_weights_are_read_in_a_thread(tmp_path: Path, names: list[str], monk
 
 def test_weights_that_are_not_here_or_are_too_large_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_ahead(str(tmp_path / "nowhere")) is None
-    assert read_ahead("nobody/nothing") is None
+    assert read_ahead("no-such/model") is None
     (tmp_path / INDEX).write_text("{}")
     assert read_ahead(str(tmp_path)) is None  # what is wrong with it, the start says
     (tmp_path / INDEX).unlink()

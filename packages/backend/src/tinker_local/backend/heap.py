@@ -6,10 +6,12 @@ import functools
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 _new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _new_bytearray.restype, _new_bytearray.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
@@ -93,37 +95,45 @@ def _nvml() -> Any:
 def memory_of_gpus() -> dict[int, tuple[int, int]]:
     """Bytes in use, by any process, and in all, of each GPU that this process sees, by the number that it has here.
     Empty without GPUs."""
-    found = {}
-    for at, nvml, gpu in _visible_gpus():
-        memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
-        found[at] = int(memory.used), int(memory.total)
-    return found
+
+    def memory(nvml: Any, gpu: Any) -> tuple[int, int]:
+        found = nvml.nvmlDeviceGetMemoryInfo(gpu)
+        return int(found.used), int(found.total)
+
+    return _of_visible_gpus(memory)
 
 
 def names_of_gpus() -> dict[int, str]:
     """The kind of each GPU that this process sees, by the number that it has here."""
-    return {at: str(nvml.nvmlDeviceGetName(gpu)) for at, nvml, gpu in _visible_gpus()}
+    return _of_visible_gpus(lambda nvml, gpu: str(nvml.nvmlDeviceGetName(gpu)))
 
 
 def driver_of_gpus() -> str:
-    """The version of NVIDIA's driver, "580.65.06"; empty without GPUs."""
-    nvml = _nvml()
-    return "" if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
-
-
-def _visible_gpus() -> Iterator[tuple[int, Any, Any]]:
-    """The number of each GPU that this process sees, the library, and its handle there."""
+    """The version of NVIDIA's driver, "580.65.06"; empty without GPUs, or if it does not say."""
     nvml = _nvml()
     if nvml is None:
-        return
+        return ""
+    try:
+        return str(nvml.nvmlSystemGetDriverVersion())
+    except nvml.NVMLError:
+        return ""
+
+
+def _of_visible_gpus(read: Callable[[Any, Any], T]) -> dict[int, T]:
+    """What `read` tells, from NVIDIA's library and its handle of a GPU, of each that this process sees. One that does
+    not answer is left out."""
+    nvml, found = _nvml(), dict[int, T]()
+    if nvml is None:
+        return found
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(at) for at in range(nvml.nvmlDeviceGetCount())] if visible is None else visible.split(",")
     for at, name in enumerate(name.strip() for name in names):
         with suppress(nvml.NVMLError):
-            found = (
+            by_name = (
                 nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else nvml.nvmlDeviceGetHandleByUUID(name)
             )
-            yield at, nvml, found
+            found[at] = read(nvml, by_name)
+    return found
 
 
 class MemoryInUse(NamedTuple):

@@ -117,13 +117,19 @@ def _engines() -> Iterator[Finding]:
 
 
 def _faults_of_gpus() -> Iterator[Finding]:
-    from tinker_local.backend.cli.check_gpus import compiler_problem, cuda_of_torch, driver_problem, unlike
+    from tinker_local.backend.cli.check_gpus import (
+        compiler_problem,
+        cuda_of_driver,
+        cuda_of_torch,
+        driver_problem,
+        unlike,
+    )
     from tinker_local.backend.heap import driver_of_gpus, names_of_gpus
 
-    if (problem := driver_problem(driver_of_gpus(), cuda_of_torch())) is not None:
+    if (problem := driver_problem(driver_of_gpus(), cuda_of_driver(), cuda_of_torch())) is not None:
         yield Finding("problem", "driver", problem)
     if (problem := compiler_problem()) is not None:
-        yield Finding("problem", "compiler", problem)
+        yield Finding("warning", "compiler", problem)
     if (told := unlike(names_of_gpus())) is not None:
         yield Finding("warning", "GPUs", told)
 

@@ -1,5 +1,6 @@
 """What may be wrong with a machine's GPUs, its driver or its compiler, before anything is loaded on them."""
 
+import ctypes
 import functools
 import importlib.util
 import os
@@ -14,17 +15,28 @@ LEAST_DRIVERS = {12: "525.60.13", 13: "580.65.06"}
 Required Driver Version" in the release notes of CUDA 13.0)."""
 
 
-def driver_problem(driver: str, cuda: str) -> str | None:
-    """Why a `driver` ("575.51.03") cannot run what was built for `cuda` ("13.0"); None if it can, or if that is not
+def driver_problem(driver: str, runs: int, cuda: str) -> str | None:
+    """Why a `driver` ("575.57.08") that `runs` CUDA up to a version (12090: 12.9) cannot run what was built for `cuda`
+    ("13.0"), all versions of which with the same number before the point can; None if it can, or if that is not
     known."""
-    least = LEAST_DRIVERS.get(int(cuda.partition(".")[0] or 0))
-    if least is None or not driver or _numbers(driver) >= _numbers(least):
+    major = int(cuda.partition(".")[0] or 0)
+    if major not in LEAST_DRIVERS or not runs or runs >= 1000 * major:
         return None
-    return f"NVIDIA's driver {driver} is too old for CUDA {cuda}, with which torch was built: it needs {least} or newer"
+    return (
+        f"NVIDIA's driver {driver} runs CUDA up to {runs // 1000}.{runs % 1000 // 10}, and torch was built for {cuda}: "
+        f"it needs driver {LEAST_DRIVERS[major]} or newer"
+    )
 
 
-def _numbers(version: str) -> list[int]:
-    return [int(part) for part in re.findall(r"\d+", version)]
+def cuda_of_driver() -> int:
+    """The newest CUDA that the driver runs, 13000 for 13.0, with NVIDIA's compatibility package if that is used; 0
+    without a driver."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return version.value
 
 
 @functools.cache
@@ -33,7 +45,11 @@ def cuda_of_torch() -> str:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return ""
-    found = re.search(r"^cuda\b.*= '([\d.]+)'", Path(spec.origin).with_name("version.py").read_text(), re.MULTILINE)
+    try:
+        told = Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"^cuda\b.*= '([\d.]+)'", told, re.MULTILINE)
     return found[1] if found else ""
 
 

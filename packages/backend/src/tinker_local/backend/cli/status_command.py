@@ -134,11 +134,11 @@ def _model(
 
 
 def _caches(now: dict[str, Any]) -> str:
-    """What of the memory of GPUs in use is cache; empty without GPUs."""
-    if not now["gpus"]:
-        return ""
+    """What of the memory of GPUs in use is cache; empty if that is not known."""
     kv_cache, cached = (sum(model.get(name, 0) for model in now["models"]) for name in _CACHES)
-    return f"of each GPU, {kv_cache / GIB:.1f} GiB are KV cache; the trainer holds {cached / GIB:.1f} GiB for later use"
+    told = [f"{kv_cache / GIB:.1f} GiB of each GPU are KV cache"] if kv_cache else []
+    told += [f"the trainers hold {cached / GIB:.1f} GiB for later use"] if cached else []
+    return "; ".join(told) if now["gpus"] else ""
 
 
 _CACHES = ("kv_cache_bytes", "trainer_cached_bytes")

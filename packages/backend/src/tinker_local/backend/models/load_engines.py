@@ -397,7 +397,9 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
 def _imports(options: BackendOptions) -> Mapping[str, str]:
     """What processes that the engines will surely have import, while this one does, by their names. Imports neither
     torch nor vLLM itself."""
-    one_gpu = len(memory_of_gpus()) == 1
+    gpus = len(memory_of_gpus())
+    if gpus > 1 or options.train_gpus or options.sample_gpus:  # ranks and replicas: each has another environment
+        return {}
     places = {
         "sampler": (options.sampler, "tinker_local.backend.vllm_engine.build_engine:import_vllm"),
         "trainer": (options.trainer, "tinker_local.backend.training.worker"),
@@ -405,7 +407,7 @@ def _imports(options: BackendOptions) -> Mapping[str, str]:
     return {
         name: function
         for name, (place, function) in places.items()
-        if place == "process" or (one_gpu and place is None)
+        if place == "process" or (gpus == 1 and place is None)
     }
 
 

@@ -62,10 +62,11 @@ def main(descriptor: int) -> None:
     with while_importing("torch"):
         start = channel.receive()  # imports what the program needs
         if isinstance(start, Prepare):
-            module, _, function = start.what.partition(":")
-            imported = importlib.import_module(module)
-            if function:
-                getattr(imported, function)()
+            with suppress(Exception):  # LOAD imports it again, and answers with the error
+                module, _, function = start.what.partition(":")
+                imported = importlib.import_module(module)
+                if function:
+                    getattr(imported, function)()
             note("imports", process_seconds())
             start = channel.receive()
         else:

@@ -2,7 +2,7 @@
 
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
 from tinker_local.backend.process.channel import Channel
@@ -29,7 +29,8 @@ def started_early(imports: Mapping[str, str]) -> Iterator[None]:
         _waiting.reset(token)
         for popen, channel in waiting.values():
             channel.close()
-            end_process(popen)
+            with suppress(subprocess.TimeoutExpired):  # it was killed, and hangs in the kernel
+                end_process(popen)
 
 
 def take(name: str) -> Started | None:

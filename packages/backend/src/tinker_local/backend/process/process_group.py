@@ -48,10 +48,19 @@ class ChildProcess:
     """
 
     def __init__(self, name: str, program: Program, environment: Mapping[str, str], files: Sequence[int]) -> None:
+        start = Start(name, program, logging.getLogger("tinker_local.backend").getEffectiveLevel())
         early = None if environment or files else take(name)
-        self.popen, self.channel = early or start_process(environment, files)
+        if early is not None:
+            self.popen, self.channel = early
+            with suppress(*CHANNEL_ENDED):  # it ended while it imported, and so may the next one
+                self._send(start)
+                return
+        self.popen, self.channel = start_process(environment, files)
+        self._send(start)
+
+    def _send(self, start: Start) -> None:
         try:
-            self.channel.send(Start(name, program, logging.getLogger("tinker_local.backend").getEffectiveLevel()))
+            self.channel.send(start)
         except BaseException:
             self.channel.close()
             end_process(self.popen)

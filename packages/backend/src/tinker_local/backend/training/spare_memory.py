@@ -30,8 +30,18 @@ def leave_spare_memory(device: torch.device) -> None:
     _shares[device] = torch.cuda.get_per_process_memory_fraction(device.index)
 
 
+def take_all_memory_again(device: torch.device) -> None:
+    """Undo `leave_spare_memory`."""
+    share = _shares.pop(device, None)
+    if share is not None and torch.cuda.get_per_process_memory_fraction(device.index) == share:
+        torch.cuda.set_per_process_memory_fraction(1.0, device.index)
+
+
 def cached_bytes(device: torch.device) -> int:
-    """Bytes of `device` that torch's allocator keeps for later; 0 if it is not a GPU."""
+    """Bytes of `device` that torch's allocator keeps for later; 0 if it is not a GPU, or no longer works."""
     if device.type != "cuda":
         return 0
-    return int(torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    try:
+        return int(torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    except RuntimeError:
+        return 0

@@ -38,7 +38,7 @@ from tinker_local.backend.training.packing import Item
 from tinker_local.backend.training.passes import Passes, release_unused_memory
 from tinker_local.backend.training.ranks import ONE_RANK, Ranks, fingerprint, join
 from tinker_local.backend.training.rotations import Rotations
-from tinker_local.backend.training.spare_memory import cached_bytes, leave_spare_memory
+from tinker_local.backend.training.spare_memory import cached_bytes, leave_spare_memory, take_all_memory_again
 from tinker_local.backend.training.tally import Tally
 from tinker_local.backend.training.token_budget import TokenBudget
 from tinker_local.backend.training.trainer import (
@@ -148,6 +148,7 @@ class HFTrainer:
 
     def create_adapter(self, adapter_id: str, config: LoraConfig, optimizer: str = "adamw") -> None:
         """Create an adapter with B = 0; InvalidRequestError if its rank or flags are invalid."""
+        leave_spare_memory(self._loaded.device)
         if adapter_id in self._adapters:
             raise ValueError(f"adapter {adapter_id} exists")
         specs = self._layout(config)
@@ -160,6 +161,7 @@ class HFTrainer:
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
         """Create or replace an adapter; discards its accumulated gradient."""
+        leave_spare_memory(self._loaded.device)
         self._adapters[adapter_id] = self._ranks.together(lambda: self._loaded_adapter(state))
 
     def _loaded_adapter(self, state: AdapterState) -> Adapter:
@@ -187,6 +189,7 @@ class HFTrainer:
 
     def copy_adapter(self, adapter_id: str, copy_id: str) -> AdapterLayout:
         """Where the device's memory is short, the copy is on the host."""
+        leave_spare_memory(self._loaded.device)
         adapter = self._adapter(adapter_id)
         try:
             copied = adapter.copied(torch.clone)
@@ -247,6 +250,7 @@ class HFTrainer:
     def close(self) -> None:
         """Free everything."""
         self._adapters.clear()
+        take_all_memory_again(self._loaded.device)
         del self._loaded, self._runner, self._passes
 
     @property
@@ -268,6 +272,7 @@ class HFTrainer:
     def logprobs(self, adapter_id: str | None, *inputs: RenderedInput, nudge: int = 0) -> npt.NDArray[np.float32]:
         """log p(token[i+1] | tokens[..i]), float32 [N-1] of each input, concatenated. All inputs share one row.
         `nudge`: see `Trainer.logprobs`."""
+        leave_spare_memory(self._loaded.device)
         adapters = {} if adapter_id is None else {adapter_id: self._adapter(adapter_id)}
         items = []
         for at, each in enumerate(inputs):

@@ -142,8 +142,21 @@ def model_arguments(model: str, dtype: DType | None) -> dict[str, Any]:
 def import_vllm() -> None:
     """Import what `build_engine` needs, which leaves the process's state as it was."""
     prepare_environment()
-    with process_state_kept(), while_importing("vllm"):
+    with process_state_kept():
+        _import_vllm()
+
+
+_of_import: dict[str, str] = {}
+"""Variables of the environment that vLLM's import has set, for Triton among others, and that engines are built with."""
+
+
+def _import_vllm() -> None:
+    """Import vLLM, in a context of `process_state_kept`, and set what its import sets, which it does once."""
+    before = dict(os.environ)
+    with while_importing("vllm"):
         import vllm.v1.engine.llm_engine  # noqa: F401
+    _of_import.update({name: value for name, value in os.environ.items() if before.get(name) != value})
+    os.environ.update(_of_import)
 
 
 def build_engine(options: EngineOptions, events: patches.EngineEvents | None = None) -> Any:
@@ -157,12 +170,13 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
 
         compile_choices_at_once()
     with process_state_kept():
-        with stage("imports"), while_importing("vllm"):
-            from vllm.engine.arg_utils import EngineArgs
-            from vllm.usage.usage_lib import UsageContext
-            from vllm.v1.engine.llm_engine import LLMEngine
+        with stage("imports"):
+            _import_vllm()
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.llm_engine import LLMEngine
 
-            patches.apply_to_process()
+        patches.apply_to_process()
         forget_rotary_modules()
         with stage("options"):
             config = EngineArgs(**_engine_arguments(options)).create_engine_config(UsageContext.ENGINE_CONTEXT)

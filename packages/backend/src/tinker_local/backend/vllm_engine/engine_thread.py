@@ -4,6 +4,7 @@ vLLM's forward context is a module global, so two engines must never run at the 
 turn. Callers put commands into a queue and get futures. An idle thread sleeps on that queue.
 """
 
+import gc
 import itertools
 import logging
 import queue
@@ -103,6 +104,9 @@ class Engine:
             raise InternalError("the sampling engine was stopped")
         if self._engine is None:
             self._engine = self._build()
+            if self.restarts:  # the first time, the heap is frozen when all is loaded
+                gc.collect()
+                gc.freeze()
         return self._engine
 
     def settled(self) -> Mapping[str, Exception]:
