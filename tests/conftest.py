@@ -21,6 +21,7 @@ from typing import Any
 
 import certifi
 import pytest
+from hypothesis import HealthCheck, settings
 from tinker_local.backend.options import BackendOptions
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -40,6 +41,9 @@ os.environ["TINKER_LOCAL_SERVE_COMPARE_SECONDS"] = "0"
 _given = [each.name for each in fields(BackendOptions)].index("compare_seconds")
 _defaults: tuple[Any, ...] = vars(BackendOptions)["__init__"].__defaults__
 vars(BackendOptions)["__init__"].__defaults__ = (*_defaults[:_given], 0.0, *_defaults[_given + 1 :])
+# How long an example takes says how busy the machine is.
+settings.register_profile("busy", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 os.environ["NO_PROXY"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1", "localhost"]))
 
 TOGETHER = {
