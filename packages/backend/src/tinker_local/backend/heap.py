@@ -54,6 +54,12 @@ def give_memory_back() -> None:
         trim(0)
 
 
+def freeze_heap() -> None:
+    """Let garbage collection leave long-lived objects alone, so that it does not delay kernel launches."""
+    gc.collect()
+    gc.freeze()
+
+
 def memory_of_machine() -> int:
     """Bytes that this process may have: of the machine, or of its container."""
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

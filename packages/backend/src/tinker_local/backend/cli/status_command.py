@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from tinker_local.backend.cli.server_client import open_client, refusal, server_options, unreachable
+from tinker_local.backend.stages import Stage, in_words
 
 if TYPE_CHECKING:
     import httpx
@@ -148,8 +149,8 @@ def _start(model: dict[str, Any]) -> str:
     """Where the time of a model's start went, by part; empty if all was quick."""
     parts = []
     for part, stages in model.get("start", {}).items():
-        if slow := [f"{name} {seconds:.1f} s" for name, seconds in stages.items() if seconds >= 0.05]:
-            parts.append(f"{part}: {', '.join(slow)}")
+        if words := in_words([Stage(name, seconds) for name, seconds in stages.items()]):
+            parts.append(f"{part}: {words}")
     return f"{model['names'][0]} started with {'; '.join(parts)}" if parts else ""
 
 

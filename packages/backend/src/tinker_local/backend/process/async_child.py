@@ -8,7 +8,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from tinker_local.backend.process.child import CLOSE, LOAD, Inbox, fail, freeze_heap
+from tinker_local.backend.heap import freeze_heap
+from tinker_local.backend.process.child import CLOSE, LOAD, Inbox, fail
 from tinker_local.backend.process.messages import Answer, Call, Cancel, Encoded, Failure, Notes, encode
 from tinker_local.types import InternalError
 

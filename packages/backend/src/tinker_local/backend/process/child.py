@@ -1,7 +1,6 @@
 """What runs in a child process: it serves an object that a factory makes, and ends with its parent."""
 
 import faulthandler
-import gc
 import importlib
 import logging
 import os
@@ -14,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from tinker_local.backend.heap import while_importing
+from tinker_local.backend.heap import freeze_heap, while_importing
 from tinker_local.backend.process.channel import Channel
 from tinker_local.backend.process.messages import (
     Answer,
@@ -236,12 +235,6 @@ def settle_after_load() -> None:
     """Few host threads beside a device, and a frozen heap."""
     _few_threads_beside_a_device()
     freeze_heap()
-
-
-def freeze_heap() -> None:
-    """Let garbage collection leave long-lived objects alone, so that it does not delay kernel launches."""
-    gc.collect()
-    gc.freeze()
 
 
 def fail(

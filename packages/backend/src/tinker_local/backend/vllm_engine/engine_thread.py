@@ -4,7 +4,6 @@ vLLM's forward context is a module global, so two engines must never run at the 
 turn. Callers put commands into a queue and get futures. An idle thread sleeps on that queue.
 """
 
-import gc
 import itertools
 import logging
 import queue
@@ -15,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from tinker_local.backend.heap import freeze_heap
 from tinker_local.backend.sampling.sampler import ignore_begin
 from tinker_local.types import InternalError
 
@@ -105,8 +105,7 @@ class Engine:
         if self._engine is None:
             self._engine = self._build()
             if self.restarts:  # the first time, the heap is frozen when all is loaded
-                gc.collect()
-                gc.freeze()
+                freeze_heap()
         return self._engine
 
     def settled(self) -> Mapping[str, Exception]:
