@@ -69,9 +69,11 @@ def start_and_stop(model: Path, data: Path, log: Path, environment: dict[str, st
             kept.flush()
             if not found.ready and (url := re.search(r"ready: (http://\S+)", line)):
                 found.ready = time.monotonic() - began
-                found.stages, found.used = told(url[1])
-                began_to_stop = time.monotonic()
-                process.send_signal(signal.SIGINT)
+                try:
+                    found.stages, found.used = told(url[1])
+                finally:
+                    began_to_stop = time.monotonic()
+                    process.send_signal(signal.SIGINT)
     if not found.ready:
         raise RuntimeError(f"the server did not start, see {log}")
     process.wait(STOP_SECONDS)

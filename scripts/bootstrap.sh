@@ -81,6 +81,8 @@ uv=$(find_uv)
 export UV_PYTHON_PREFERENCE="${UV_PYTHON_PREFERENCE:-system}" UV_PROJECT_ENVIRONMENT=.venv
 unset VIRTUAL_ENV
 echo "bootstrap: uv sync --locked --extra $extra (about 6 GB; a minute or more the first time)" >&2
+# Else the first server compiles what it imports, in three processes at once. On a CPU most of it is never imported.
+[ "$extra" = cpu ] || export UV_COMPILE_BYTECODE=1
 "$uv" sync --locked --extra "$extra"
 
 if [ "$extra" = cpu ]; then

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tinker_local.backend import InProcessBackend
 from tinker_local.backend.models import load_engines
+from tinker_local.backend.models import place_engines as place_engines_module
 from tinker_local.backend.models.gpu_plan import model_sizes
 from tinker_local.backend.models.load_engines import Replicas, load_fake, load_real
 from tinker_local.backend.models.place_engines import CPU_SEQUENCES, PlacedEngines, place_engines
@@ -178,7 +179,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     import torch
 
     found: dict[int, float] = {}
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (int(found[gpu] * GIB), 80 * GIB))
+    monkeypatch.setattr(place_engines_module, "free_on_gpu", lambda gpu: (int(found[gpu] * GIB), 80 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu=None: "NVIDIA H100 80GB HBM3")
     return found
 

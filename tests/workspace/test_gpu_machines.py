@@ -106,6 +106,21 @@ def test_a_gpu_that_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch)
     assert heap.driver_of_gpus() == ""
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not cuda_of_driver(), reason="needs a CUDA device")
+def test_free_memory_of_a_gpu_is_read_without_keeping_any() -> None:
+    program = """
+import torch
+from tinker_local.backend.heap import free_on_gpu
+before, total = free_on_gpu(0)
+assert free_on_gpu(0) == (before, total)  # a context that stays would take half a gibibyte
+with_context, as_torch_says = torch.cuda.mem_get_info(0)
+assert total == as_torch_says, (total, as_torch_says)
+assert abs(before - with_context) < 2**30, (before, with_context)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
 def test_the_cuda_of_torch_is_read_without_importing_it() -> None:
     program = """
 import sys

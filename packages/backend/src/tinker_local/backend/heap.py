@@ -109,6 +109,32 @@ def memory_of_gpus() -> dict[int, tuple[int, int]]:
     return _of_visible_gpus(memory)
 
 
+def free_on_gpu(gpu: int) -> tuple[int, int]:
+    """Free bytes and all bytes of a GPU, by its number here, as `torch.cuda.mem_get_info`, whose context would stay: it
+    takes half a gibibyte of the GPU as long as this process lives. RuntimeError if the driver refuses."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    device, context, before = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+
+    def call(name: str, *arguments: Any) -> None:
+        if status := getattr(cuda, name)(*arguments):
+            raise RuntimeError(f"GPU {gpu}: {name} failed with CUDA error {status}")
+
+    call("cuInit", 0)
+    call("cuDeviceGet", ctypes.byref(device), gpu)
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    try:
+        call("cuCtxGetCurrent", ctypes.byref(before))
+        call("cuCtxSetCurrent", context)
+        try:
+            call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        finally:
+            call("cuCtxSetCurrent", before)
+    finally:
+        call("cuDevicePrimaryCtxRelease_v2", device)
+    return free.value, total.value
+
+
 def names_of_gpus() -> dict[int, str]:
     """The kind of each GPU that this process sees, by the number that it has here."""
     return _of_visible_gpus(lambda nvml, gpu: str(nvml.nvmlDeviceGetName(gpu)))

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -56,7 +56,7 @@ async def status(request: Request, backend: Backend) -> dict[str, Any]:
     runs = [run for run in backend.runs.all_live() if caller.admin or run.owner == caller.owner]
     ephemeral = backend.sampling.ephemeral.of_runs()
     found: dict[str, Any] = {
-        "version": version("tinker-local"),
+        "version": _version(),
         "time": time.time(),
         "problems": backend.problems(),
         "runs": [run_json(run, ephemeral.get(run.model_id, ())) for run in runs],
@@ -69,6 +69,14 @@ async def status(request: Request, backend: Backend) -> dict[str, Any]:
         found["memory_bytes"] = memory.processes
         found["gpus"] = [{"gpu": at, "used_bytes": used, "bytes": most} for at, (used, most) in memory.gpus.items()]
     return found
+
+
+def _version() -> str:
+    """Of this server; empty if it runs from a checkout that is not installed."""
+    try:
+        return version("tinker-local")
+    except PackageNotFoundError:
+        return ""
 
 
 def run_json(run: TrainingRun, ephemeral: Sequence[EphemeralVersion]) -> dict[str, Any]:

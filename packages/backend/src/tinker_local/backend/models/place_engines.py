@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from tinker_local.backend.heap import free_on_gpu
 from tinker_local.backend.models.gpu_plan import (
     COUNTED_RANK,
     GpuPlan,
@@ -155,7 +156,7 @@ def gpu_plans(
     tokens = options.micro_batch_tokens or MICRO_BATCH_TOKENS
 
     def plan(gpu: int, layout: Layout) -> GpuPlan:
-        free, total = torch.cuda.mem_get_info(gpu)
+        free, total = free_on_gpu(gpu)
         try:
             found = plan_gpu(
                 sizes,

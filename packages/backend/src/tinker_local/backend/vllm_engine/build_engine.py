@@ -22,6 +22,8 @@ from tinker_local.backend.vllm_engine.compat_vllm import (
     cuda_graphs_work,
     default_dtype,
     forget_rotary_modules,
+    graph_arguments,
+    has_breakable_graphs,
     image_arguments,
     runs_on_cpu,
 )
@@ -78,10 +80,10 @@ def prepare_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # vLLM's logger only takes its level from there once an engine is built.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-    # vLLM 0.32 compiles some ninety kernels in a first start, by default on four cores.
-    os.environ.setdefault("VLLM_TRITON_JIT_WARMUP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     # `FullVocabularyDraw` replaces flashinfer's draw, without which vLLM would refuse to start.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if has_breakable_graphs():
+        os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
     if runs_on_cpu():
         # Otherwise the first prompt logprobs compile for seconds and need a C++ compiler.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
@@ -220,10 +222,7 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         # All ranks have to schedule alike: what a step may contain must not depend on when the one before it ends.
         arguments["async_scheduling"] = False
     if not eager:
-        # CUDA graphs for decoding, and for prompts between their attentions: launches bound a short prompt, 60 ms for
-        # an 8B model with an adapter, 20 ms with graphs. Code that vLLM generates ("inductor") gains another 3 %; it
-        # stays in vLLM's cache, and the first start of a model takes 40 s more for it.
-        arguments["compilation_config"] = {"mode": 3, "backend": "inductor", "cudagraph_mode": "FULL_AND_PIECEWISE"}
+        arguments |= graph_arguments(arguments["max_num_batched_tokens"])
     if options.kv_cache_bytes is not None or on_cpu:
         arguments["kv_cache_memory_bytes"] = options.kv_cache_bytes or 256 * _MIB
         # Does not size the cache then, but vLLM refuses to start where less than this share of the card is free.
