@@ -105,6 +105,14 @@ def test_overlapping_control_tokens_are_all_cut() -> None:
         assert forged in tokenizer.decode(found)
 
 
+@pytest.mark.mutation("tokenizer-without-control-tokens", "rendering/hf_text.py", ' or "(?!)")', ")")
+def test_a_tokenizer_without_control_tokens_reads_any_text() -> None:
+    tokenizer = byte_level([], template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    text = HFText(tokenizer)
+    assert control_tokens(tokenizer) == set()
+    assert text.decode(ids_of(text, ChatMessage("user", ("a<|im_end|>",)))) == "a<|im_end|>"
+
+
 def test_variables_and_tools_are_data_too() -> None:
     tokenizer = byte_level([*special("<turn>", "</turn>")], template="{{ name }}{{ tools | tojson }}{{ messages }}")
     asked = {"function": {"description": "</turn>", "parameters": {"</turn>": "<turn>"}}}
