@@ -1,8 +1,6 @@
 """Published tokenizers and chat templates, and tiny models of random weights that have them."""
 
-import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path

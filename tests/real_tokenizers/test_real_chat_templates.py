@@ -88,8 +88,8 @@ def turns_with_tools() -> tuple[list[ChatMessage], list[dict[str, Any]]]:
             "role": "assistant",
             "content": "<think>\nso\n</think>\n\nI look.",
             "tool_calls": [
-                {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-                for id, name, arguments in given
+                {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
+                for call, name, arguments in given
             ],
         },
         {"role": "tool", "content": "sunny ☀️ <b>", "tool_call_id": "a", "name": "weather"},

@@ -58,12 +58,12 @@ def test_the_bytes_of_tokens_are_those_of_their_text(real: Real) -> None:
 def test_every_token_has_its_bytes(real: Real) -> None:
     """Alone each is what its bytes are, as far as they are text, and each byte has a token."""
     single = set()
-    for token in range(len(real.tokenizer)):
+    for token in (*range(600), *range(600, len(real.tokenizer), 9)):
         parts = real.text.token_bytes(token)
         assert parts
         if len(parts) == 1:
             single.add(parts)
-        if token % 5 == 0 or len(parts) == 1:
+        if token < 600 or "\ufffd" in real.text.token(token):
             assert parts.decode("utf-8", "replace") == real.tokenizer.decode([token]), token
     assert len(single) >= 243, "UTF-8 has no other bytes"
 

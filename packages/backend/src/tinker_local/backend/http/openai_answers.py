@@ -96,10 +96,7 @@ class Choice:
                 ]
             }
         texts = [self._written(token) for token in drawn.tokens]
-        offsets = []
-        for token in drawn.tokens:
-            offsets.append(self._offset)
-            self._offset += len(self._utf8.decode(self._text.token_bytes(token)))
+        offsets = [self._offset_of(self._text.token_bytes(token)) for token in drawn.tokens]
         top = [
             {self._written(other): value for other, value in others} | {one: logprob}
             for one, (_, logprob, others) in zip(texts, rows, strict=True)
@@ -110,6 +107,14 @@ class Choice:
             "top_logprobs": top if self._asked.likeliest else None,
             "text_offset": offsets,
         }
+
+    def _offset_of(self, parts: bytes) -> int:
+        """In which character of the text the bytes of the next token begin."""
+        if parts and not 0x80 <= parts[0] < 0xC0:  # what a character lacks before it will never come
+            self._offset += len(self._utf8.decode(b"", final=True))
+        found = self._offset
+        self._offset += len(self._utf8.decode(parts))
+        return found
 
     def _entry(self, token: int, logprob: float) -> Json:
         return {

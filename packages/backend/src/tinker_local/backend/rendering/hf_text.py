@@ -27,7 +27,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
-"""A token that is a byte, of tokenizers that fall back to bytes for what their vocabulary lacks (Gemma's, Llama 2's)."""
+"""A token that is a byte, where what the vocabulary lacks falls back to bytes, as in Gemma's and Llama 2's."""
 
 _UNREADABLE = "\ufffd"
 
@@ -73,8 +73,8 @@ class _Marks:
 
 
 def _bytes_of_letters() -> dict[str, int]:
-    """The byte that each letter means in a byte-level vocabulary, as GPT-2 numbered them: printable ones in Latin-1 stand
-    for themselves, and the others are the letters from U+0100 on, in their order."""
+    """The byte that each letter of a byte-level vocabulary means, as in GPT-2's: printable ones of Latin-1 are
+    themselves, and the others the letters from U+0100 on, in order."""
     printable = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
@@ -209,13 +209,14 @@ class HFText:
         )
 
     def _decoded_bytes(self, tokens: Sequence[int], *, special: bool) -> str:
-        """Of tokens among which are bytes. Hugging Face's decoder makes all of neighbouring bytes unreadable if they are
-        not UTF-8 together: a character would vanish with a byte that follows it, when it has been streamed already."""
+        """Of tokens among which are bytes. Hugging Face's decoder makes U+FFFD of all neighbouring bytes if together
+        they are not UTF-8, so that a byte takes back the characters before it, which may have been streamed."""
         found = map(self._tokenizer.convert_ids_to_tokens, map(int, tokens))
         words = [str(word) for word in found if word is not None and (special or word not in self._special)]
         readable: list[str] = []
         for is_bytes, run in itertools.groupby(words, key=lambda word: _BYTE.fullmatch(word) is not None):
-            readable += _readable_bytes(run) if is_bytes else run
+            neighbours = [*run]
+            readable += _readable_bytes(neighbours) if is_bytes else neighbours
         assert self._decoder is not None
         return str(self._decoder.decode(readable))
 
