@@ -127,7 +127,7 @@ def make_model(real: Real, out: Path) -> Path:
     family = TEXT_FAMILIES[real.family]
     model_class = getattr(transformers, family.model_class)
     ids = [real.tokenizer.convert_tokens_to_ids(stop) for stop in real.stops]
-    own = {"vocab_size": real.vocab_size, "tie_word_embeddings": True, "eos_token_id": ids}
+    own = {"vocab_size": real.vocab_size, "tie_word_embeddings": family.tied, "eos_token_id": ids}
     own |= {"bos_token_id": real.tokenizer.bos_token_id, "pad_token_id": real.tokenizer.pad_token_id}
     config = model_class.config_class(**{**text_settings(SHAPE, family.marks), **family.settings(SHAPE), **own})
     with torch.device("meta"):

@@ -107,7 +107,8 @@ def turns_with_tools() -> tuple[list[ChatMessage], list[dict[str, Any]]]:
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
 def test_tools_calls_and_results_have_the_tokens_of_hugging_faces_template(qwen3: Real, length: int) -> None:
     messages, said = turns_with_tools()
-    for tools in (TOOLS, []):
+    given: tuple[Any, ...] = (TOOLS, [])
+    for tools in given:
         expected = qwen3.hf_ids(said[:length], tools=tools or None)
         assert qwen3.ids(*messages[:length], functions=tools) == expected
     asked = qwen3.hf_ids(said[:length], tools=TOOLS, enable_thinking=False)

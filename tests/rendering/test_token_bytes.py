@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tinker_local.backend.http.openai_answers import Asked, Choice
 from tinker_local.backend.rendering.hf_text import HFText
 from tinker_local.backend.rendering.text import TextSoFar
+from tinker_local.backend.sampling.sampler import DrawnTokens
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -101,3 +103,32 @@ def test_bytes_that_are_characters_are_decoded_as_hugging_face_does() -> None:
     assert text.decode([*wide, 0xFF + 1]) == "▁\ufffd"
     assert text.decode([0, *wide]) == "▁"
     assert text.decode_all([0, 0xE4 + 1]) == "<unk>\ufffd"
+
+
+def logprobs_of(text: HFText, tokens: Sequence[int], *, chat: bool) -> Any:
+    """Of an answer of OpenAI's API with these tokens."""
+    asked = Asked(chat, "a", (), 1, 1, False)
+    likeliest = tuple(((token, -1.0), (tokens[0], -2.0)) for token in tokens)
+    drawn = DrawnTokens(0, tuple(tokens), (-1.0,) * len(tokens), likeliest, "length")
+    return Choice(asked, text, 0).add(drawn, whole=True)[1]
+
+
+@pytest.mark.mutation(
+    "offsets-count-parts-of-characters",
+    "http/openai_answers.py",
+    "        self._offset += len(self._utf8.decode(parts))\n",
+    '        self._offset += len(parts.decode(errors="replace"))\n',
+)
+def test_parts_of_characters_are_told_apart_in_logprobs() -> None:
+    text = byte_level()
+    tokens = text.prompt("a你é").to_tokens().tolist()
+    content = logprobs_of(text, tokens, chat=True)["content"]
+    assert [entry["bytes"] for entry in content] == [[byte] for byte in "a你é".encode()]
+    assert [entry["top_logprobs"][0]["bytes"] for entry in content] == [entry["bytes"] for entry in content]
+    given = logprobs_of(text, tokens, chat=False)
+    assert given["tokens"] == ["a", *(f"bytes:\\x{byte:02x}" for byte in "你é".encode())]
+    assert given["text_offset"] == [0, 1, 1, 1, 2, 2]
+    assert [len(others) for others in given["top_logprobs"]] == [1, 2, 2, 2, 2, 2]
+    cut = [*tokens[:3], tokens[0]]  # the character never ends
+    assert text.decode(cut) == "a\ufffda"
+    assert logprobs_of(text, cut, chat=False)["text_offset"] == [0, 1, 1, 2]
