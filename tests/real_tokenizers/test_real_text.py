@@ -5,9 +5,11 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
-from tinker_local.backend.rendering.text import TextSoFar
+from tinker_local.backend.rendering.renderer import ModelRenderer
+from tinker_local.backend.rendering.text import ChatMessage, TextSoFar
+from tinker_local.types import InvalidRequestError
 
-from tests.real_tokenizers.conftest import Real
+from tests.real_tokenizers.conftest import Real, real_one
 
 SAID = (
     "Hi 👩‍🚀 🇨🇭, né, ne\u0301 und Ζ\u0306: 你好，世界 𠜎! 𒀀𒀁𒀂𒀃𒀄 ก็ \u200d\U0001f9ff ᚠᛇᚻ x\ufffdy "
@@ -84,3 +86,21 @@ def test_a_stop_in_the_middle_of_tokens_ends_a_streamed_text(real: Real, cut: st
         pieces = [so_far.add([token], last=at == len(tokens) - 1) for at, token in enumerate(tokens)]
         assert "".join(pieces) == said[: said.index(stops[0])]
         assert so_far.stopped == stops[0]
+
+
+def test_rows_of_the_embedding_that_are_no_token_are_no_text(real: Real) -> None:
+    """Published models have more of them than tokens, and random weights draw them."""
+    beyond = range(len(real.tokenizer), real.vocab_size)
+    assert all(real.text.token_bytes(token) == b"" for token in beyond)
+    tokens = [token for row in beyond[:20] for token in (row, *real.text_ids("né"))]
+    assert real.text.decode(tokens) == streamed(real.text.decode, tokens, range(1, len(tokens)))
+
+
+def test_a_token_beyond_the_embedding_is_refused_in_a_prompt_and_text_in_a_message() -> None:
+    """Gemma 3's models without vision share the tokenizer of those with it, whose last token is an image's."""
+    real = real_one("gemma3")
+    renderer = ModelRenderer(real.vocab_size)
+    with pytest.raises(InvalidRequestError, match="262144"):
+        renderer.render(real.text.prompt("a <image_soft_token>"), "prompt")
+    asked = real.text.chat([ChatMessage("user", ("a <image_soft_token>",))], {}, go_on=False)
+    assert renderer.render(asked, "prompt").length > 5
