@@ -18,9 +18,9 @@ from tinker_local.types.errors import brief
 
 log = logging.getLogger(__name__)
 
-# A control token in a message gets a cut behind its first character before the template sees it, and the text is
-# encoded in pieces between the cuts. The cut is a character that Python's `repr`, which some templates use, does not
-# escape; in a message this character is followed by another one.
+# A control token in a message gets cuts before the template sees it, and the text is encoded in pieces between the cuts.
+# They are where the client cuts (`rl/chat.py`), so that a model is asked in the tokens that it was trained on. A cut is
+# a character that Python's `repr`, which some templates use, does not escape; in a message another one follows it.
 _CUT, _WRITTEN = "\u241f", "\u241e"
 _CUTS = re.compile(f"{_CUT}(?!{_WRITTEN})")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -62,14 +62,15 @@ class _Marks:
         return _Marks(self._tokens.difference(tokens)) if tokens else self
 
     def cut(self, text: str) -> str:
-        """`text` with a cut in each of them, also where two overlap."""
-        pieces, done = [], 0
+        """`text` with cuts around each of them and behind its first character, also where two overlap."""
+        cuts: set[int] = set()
         for first in self._first.finditer(text):
             start = first.start()
-            if any(text[start : start + length] in self._tokens for length in self._lengths[first[0]]):
-                pieces.append(text[done : start + 1].replace(_CUT, _CUT + _WRITTEN))
-                done = start + 1
-        return _CUT.join((*pieces, text[done:].replace(_CUT, _CUT + _WRITTEN)))
+            ends = [start + length for length in self._lengths[first[0]] if text[start : start + length] in self]
+            if ends:
+                cuts |= {start, start + 1, max(ends)}
+        places = (0, *sorted(cuts), len(text))
+        return _CUT.join(text[start:end].replace(_CUT, _CUT + _WRITTEN) for start, end in itertools.pairwise(places))
 
 
 def _bytes_of_letters() -> dict[str, int]:
