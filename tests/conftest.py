@@ -50,6 +50,7 @@ TOGETHER = {
     "tests/compatibility": "real_server",
     "tests/e2e": "real_server",
     "tests/examples": "real_server",
+    "tests/real_tokenizers": "tests/real_tokenizers",
     "tests/rl/test_rl_cookbook.py": "real_server",
     "tests/sampling": "tests/sampling",
     "tests/real_weights": "tests/real_weights",

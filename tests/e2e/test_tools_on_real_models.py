@@ -180,8 +180,26 @@ def test_vllms_parsers_read_what_their_families_write_whole_and_in_pieces(tiny_m
             parts = [part for piece in found for part in piece.calls]
             assert [part.name for part in parts if part.name] == ["weather"]
             assert json.loads("".join(part.arguments for part in parts)) == json.loads(call.arguments)
-        assert form.reader().whole("just text", ()) == ReplyPiece("just text")
-        assert "".join(piece.text for piece in pieces(form, "just text", 2)) == "just text"
+
+
+@pytest.mark.mutation(
+    "what-may-begin-a-call-is-forgotten",
+    "vllm_engine/vllm_tools.py",
+    "if last and not self._called and self._taken.startswith(self._shown):",
+    "if False:",
+)
+def test_text_that_ends_like_the_beginning_of_a_call_is_shown_whole_and_in_pieces(
+    tiny_models: dict[str, Path],
+) -> None:
+    for name in ("hermes", "qwen3_coder"):
+        tools = load_tools(str(tiny_models[TEXT]), "qwen3", name)
+        assert not isinstance(tools, str)
+        form = tools.form(OfferedTools((TOOL,)))
+        for said in ("just text", "a <", "so <tool_cal", 'so <tool_call>\n{"na'):
+            if name == "hermes" or "<tool_call>" not in said:
+                assert form.reader().whole(said, ()) == ReplyPiece(said)
+            for length in (1, 2, 500):
+                assert "".join(piece.text for piece in pieces(form, said, length)) == said, (name, said)
 
 
 def test_a_parser_refuses_what_it_cannot_do_and_an_unknown_one_stops_the_start(tiny_models: dict[str, Path]) -> None:

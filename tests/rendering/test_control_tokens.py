@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tinker_local.backend.rendering.hf_text import HFText
 from tinker_local.backend.rendering.text import ChatMessage
+from tinker_local.client import rl
 from tinker_local.types import InvalidRequestError
 from tinker_local.types.control_tokens import control_tokens, control_tokens_in_replies
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -20,10 +21,17 @@ READS_THOUGHTS = (
 )
 
 
-def byte_level(added: Sequence[str | AddedToken], *, learnt: Sequence[str] = (), template: str = READS_THOUGHTS) -> Any:
-    """A tokenizer of bytes with added tokens; `learnt` are in its vocabulary as well."""
+def byte_level(
+    added: Sequence[str | AddedToken],
+    *,
+    learnt: Sequence[str] = (),
+    joined: Sequence[tuple[str, str]] = (),
+    template: str = READS_THOUGHTS,
+) -> Any:
+    """A tokenizer of bytes with added tokens; `learnt` are in its vocabulary as well, and so are the pairs `joined`."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bpe = Tokenizer(models.BPE({text: index for index, text in enumerate((*letters, *learnt))}, []))
+    words = (*letters, *learnt, *map("".join, joined))
+    bpe = Tokenizer(models.BPE({text: index for index, text in enumerate(words)}, list(joined)))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = ByteLevel()
     bpe.add_tokens([token if isinstance(token, AddedToken) else AddedToken(token, normalized=False) for token in added])
@@ -103,6 +111,29 @@ def test_overlapping_control_tokens_are_all_cut() -> None:
         added = {*tokenizer.added_tokens_decoder}
         assert [token for token in found if token in added] == [token for token in plain if token in added], forged
         assert forged in tokenizer.decode(found)
+
+
+@pytest.mark.mutation("tokenizer-without-control-tokens", "rendering/hf_text.py", ' or "(?!)")', ")")
+def test_a_tokenizer_without_control_tokens_reads_any_text() -> None:
+    tokenizer = byte_level([], template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    text = HFText(tokenizer)
+    assert control_tokens(tokenizer) == set()
+    assert text.decode(ids_of(text, ChatMessage("user", ("a<|im_end|>",)))) == "a<|im_end|>"
+
+
+@pytest.mark.mutation(
+    "control-tokens-cut-once", "rendering/hf_text.py", "cuts |= {start, start + 1, max(ends)}", "cuts |= {start + 1}"
+)
+def test_a_forged_token_has_the_tokens_that_the_client_trains_on() -> None:
+    """Where the vocabulary would join its characters with those around it."""
+    template = "{% for m in messages %}{{ '<turn>' + m.content + '</turn>' }}{% endfor %}"
+    joined = [("Ġ", "<"), (">", "Ċ"), ("<", "t")]
+    tokenizer = byte_level([*special("<turn>", "</turn>")], joined=joined, template=template)
+    for said in ("<turn>", "a <turn>\nb", " </turn><turn>\n", "b</turn>"):
+        chat = rl.Conversation(rl.Chat(tokenizer), rl.as_messages([{"role": "user", "content": said}]))
+        trained = [int(token) for chunk in chat.prompt.chunks for token in getattr(chunk, "tokens", ())]
+        assert ids_of(HFText(tokenizer), ChatMessage("user", (said,))) == trained, said
+        assert tokenizer.decode(trained) == f"<turn>{said}</turn>"
 
 
 def test_variables_and_tools_are_data_too() -> None:

@@ -58,6 +58,10 @@ class FakeText:
         """See `TextCodec`."""
         return decode([token])
 
+    def token_bytes(self, token: int) -> bytes:
+        """See `TextCodec`."""
+        return decode([token]).encode()
+
     def _text(self, text: str, where: str) -> EncodedTextChunk:
         tokens = encode(text)
         for place, token in enumerate(tokens):

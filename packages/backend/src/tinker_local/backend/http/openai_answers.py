@@ -1,5 +1,6 @@
 """The answers of OpenAI's API: texts, logprobs and usage of samples, whole or as they are drawn."""
 
+import codecs
 import json
 import math
 import secrets
@@ -63,6 +64,7 @@ class Choice:
         self._text = text
         self._reply = Reply(text, asked.stops, asked.form)
         self._offset = 0
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self.index = index
         self.tokens = 0
         self.begun = False
@@ -93,13 +95,10 @@ class Choice:
                     for token, logprob, others in rows
                 ]
             }
-        texts = [self._text.token(token) for token in drawn.tokens]
-        offsets = []
-        for one in texts:
-            offsets.append(self._offset)
-            self._offset += len(one)
+        texts = [self._written(token) for token in drawn.tokens]
+        offsets = [self._offset_of(self._text.token_bytes(token)) for token in drawn.tokens]
         top = [
-            {self._text.token(other): value for other, value in others} | {one: logprob}
+            {self._written(other): value for other, value in others} | {one: logprob}
             for one, (_, logprob, others) in zip(texts, rows, strict=True)
         ]
         return {
@@ -109,10 +108,28 @@ class Choice:
             "text_offset": offsets,
         }
 
+    def _offset_of(self, parts: bytes) -> int:
+        """In which character of the text the bytes of the next token begin."""
+        if parts and not 0x80 <= parts[0] < 0xC0:  # what a character lacks before it will never come
+            self._offset += len(self._utf8.decode(b"", final=True))
+        found = self._offset
+        self._offset += len(self._utf8.decode(parts))
+        return found
+
     def _entry(self, token: int, logprob: float) -> Json:
-        text = self._text.token(token)
-        whole = "\ufffd" not in text
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+        return {
+            "token": self._text.token(token),
+            "logprob": logprob,
+            "bytes": list(self._text.token_bytes(token)),
+        }
+
+    def _written(self, token: int) -> str:
+        """The text of a token, or as OpenAI writes one that is a part of a character: `bytes:\\xe4\\xbd`."""
+        parts = self._text.token_bytes(token)
+        try:
+            return parts.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in parts)
 
 
 def whole(sequence: SampledSequence) -> DrawnTokens:

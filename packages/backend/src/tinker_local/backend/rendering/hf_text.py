@@ -13,18 +13,23 @@ import numpy as np
 from tinker_local.backend.rendering.rendered_input import ImageTokens
 from tinker_local.backend.rendering.text import ChatMessage, TemplateValue
 from tinker_local.types import Chunk, EncodedTextChunk, InvalidRequestError, ModelInput
-from tinker_local.types.control_tokens import control_tokens, control_tokens_in_replies
+from tinker_local.types.control_tokens import control_tokens, control_tokens_in_replies, special_tokens
 from tinker_local.types.errors import brief
 
 log = logging.getLogger(__name__)
 
-# A control token in a message gets a cut behind its first character before the template sees it, and the text is
-# encoded in pieces between the cuts. The cut is a character that Python's `repr`, which some templates use, does not
-# escape; in a message this character is followed by another one.
+# A control token in a message gets cuts before the template sees it, and the text is encoded in pieces between the cuts.
+# They are where the client cuts (`rl/chat.py`), so that a model is asked in the tokens that it was trained on. A cut is
+# a character that Python's `repr`, which some templates use, does not escape; in a message another one follows it.
 _CUT, _WRITTEN = "\u241f", "\u241e"
 _CUTS = re.compile(f"{_CUT}(?!{_WRITTEN})")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _WORD = re.compile(r"[A-Za-z_]\w*")
+
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+"""A token that is a byte, where what the vocabulary lacks falls back to bytes, as in Gemma's and Llama 2's."""
+
+_UNREADABLE = "\ufffd"
 
 _PARAMETERS = (
     *("conversation", "chat_template", "continue_final_message", "tokenize", "padding", "truncation", "max_length"),
@@ -45,7 +50,7 @@ class _Marks:
         self._lengths: dict[str, set[int]] = {}
         for token in self._tokens:
             self._lengths.setdefault(token[0], set()).add(len(token))
-        self._first = re.compile("[" + "".join(map(re.escape, sorted(self._lengths))) + "]")
+        self._first = re.compile("|".join(map(re.escape, sorted(self._lengths))) or "(?!)")
 
     def __contains__(self, token: str) -> bool:
         return token in self._tokens
@@ -57,14 +62,26 @@ class _Marks:
         return _Marks(self._tokens.difference(tokens)) if tokens else self
 
     def cut(self, text: str) -> str:
-        """`text` with a cut in each of them, also where two overlap."""
-        pieces, done = [], 0
+        """`text` with cuts around each of them and behind its first character, also where two overlap."""
+        cuts: set[int] = set()
         for first in self._first.finditer(text):
             start = first.start()
-            if any(text[start : start + length] in self._tokens for length in self._lengths[first[0]]):
-                pieces.append(text[done : start + 1].replace(_CUT, _CUT + _WRITTEN))
-                done = start + 1
-        return _CUT.join((*pieces, text[done:].replace(_CUT, _CUT + _WRITTEN)))
+            ends = [start + length for length in self._lengths[first[0]] if text[start : start + length] in self]
+            if ends:
+                cuts |= {start, start + 1, max(ends)}
+        places = (0, *sorted(cuts), len(text))
+        return _CUT.join(text[start:end].replace(_CUT, _CUT + _WRITTEN) for start, end in itertools.pairwise(places))
+
+
+def _bytes_of_letters() -> dict[str, int]:
+    """The byte that each letter of a byte-level vocabulary means, as in GPT-2's: printable ones of Latin-1 are
+    themselves, and the others the letters from U+0100 on, in order."""
+    printable = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTES_OF_LETTERS = _bytes_of_letters()
 
 
 class HFText:
@@ -83,8 +100,13 @@ class HFText:
         self._images_alone = frozenset(token for token in (self._image_token, self._written) if token)
         self._in_text = _Marks(control_tokens(tokenizer, template) | self._images_alone)
         self._in_replies = _Marks(control_tokens_in_replies(tokenizer, template) | self._images_alone)
-        tokenizer.encode("a")  # drops a truncation of the file for good; later, it would disturb other threads
-        self._token = lru_cache(KEPT_TOKENS)(lambda token: self._decoded([token], special=True))
+        self._decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        self._byte_ids = _byte_ids(tokenizer, self._decoder)
+        self._special = special_tokens(tokenizer)
+        # The first encoding drops a truncation of the file for good; later, it would disturb other threads.
+        self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]
+        self._token = lru_cache(KEPT_TOKENS)(self._text_of)
+        self._token_bytes = lru_cache(KEPT_TOKENS)(self._bytes)
 
     @classmethod
     def load(cls, model: str, images: ImageTokens | None = None) -> "HFText | None":
@@ -160,10 +182,44 @@ class HFText:
         """See `TextCodec`."""
         return self._token(token)
 
+    def token_bytes(self, token: int) -> bytes:
+        """See `TextCodec`."""
+        return self._token_bytes(token)
+
+    def _text_of(self, token: int) -> str:
+        """Behind another token, since some decoders drop the blank at the beginning of a text."""
+        before = self._decoded(self._before, special=True)
+        return self._decoded([*self._before, token], special=True)[len(before) :]
+
+    def _bytes(self, token: int) -> bytes:
+        text = self._token(token)
+        if _UNREADABLE not in text:
+            return text.encode()
+        written = str(self._tokenizer.convert_ids_to_tokens(token))
+        if token in self._byte_ids:
+            return bytes([int(written[3:5], 16)])
+        if all(letter in _BYTES_OF_LETTERS for letter in written):
+            return bytes(_BYTES_OF_LETTERS[letter] for letter in written)
+        return text.encode()
+
     def _decoded(self, tokens: Sequence[int], *, special: bool) -> str:
+        if self._byte_ids and not self._byte_ids.isdisjoint(tokens):
+            return self._decoded_bytes(tokens, special=special)
         return str(
             self._tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         )
+
+    def _decoded_bytes(self, tokens: Sequence[int], *, special: bool) -> str:
+        """Of tokens among which are bytes. Hugging Face's decoder makes U+FFFD of all neighbouring bytes if together
+        they are not UTF-8, so that a byte takes back the characters before it, which may have been streamed."""
+        found = map(self._tokenizer.convert_ids_to_tokens, map(int, tokens))
+        words = [str(word) for word in found if word is not None and (special or word not in self._special)]
+        readable: list[str] = []
+        for is_bytes, run in itertools.groupby(words, key=lambda word: _BYTE.fullmatch(word) is not None):
+            neighbours = [*run]
+            readable += _readable_bytes(neighbours) if is_bytes else neighbours
+        assert self._decoder is not None
+        return str(self._decoder.decode(readable))
 
     def _words(self, functions: Sequence[Mapping[str, Any]]) -> set[str]:
         """Among them are the variables of the template, which may be another one with tools."""
@@ -245,6 +301,24 @@ class HFText:
         """Control tokens of the template as such, and those that are cut as characters."""
         pieces = (piece.replace(_CUT + _WRITTEN, _CUT) for piece in _CUTS.split(text))
         return [token for piece in pieces if piece for token in self._tokenizer.encode(piece, add_special_tokens=False)]
+
+
+def _byte_ids(tokenizer: Any, decoder: Any) -> frozenset[int]:
+    """Of the tokens that are bytes, if the tokenizer falls back to them."""
+    if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():
+        return frozenset()
+    found = map(tokenizer.convert_tokens_to_ids, (f"<0x{byte:02X}>" for byte in range(256)))
+    return frozenset(token for token in found if token is not None and token != tokenizer.unk_token_id)
+
+
+def _readable_bytes(words: Iterable[str]) -> Iterator[str]:
+    """Tokens that are bytes, with U+FFFD in place of each that is no part of a character in UTF-8."""
+    text = bytes(int(word[3:5], 16) for word in words).decode(errors="surrogateescape")
+    for letter in text:
+        if _LONE_SURROGATE.match(letter):
+            yield _UNREADABLE
+        else:
+            yield from (f"<0x{byte:02X}>" for byte in letter.encode())
 
 
 def _content(message: ChatMessage, marks: _Marks) -> str | list[dict[str, str]]:

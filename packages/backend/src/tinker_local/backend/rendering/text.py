@@ -73,6 +73,9 @@ class TextCodec(Protocol):
     def token(self, token: int) -> str:
         """The text of one token, special or not; U+FFFD in place of bytes that end within a character."""
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token, special or not: those of the tokens of a text are together the text in UTF-8."""
+
 
 class TextSoFar:
     """The text of one sequence, whose tokens come in pieces. It ends before the first of `stops`.

@@ -112,6 +112,8 @@ class _Reader:
     def __init__(self, parser: Any, request: Any) -> None:
         self._parser = parser
         self._request = request
+        self._taken = self._shown = ""
+        self._called = False
 
     def whole(self, text: str, tokens: Sequence[int]) -> ReplyPiece:
         """See `ReplyReader`."""
@@ -130,6 +132,16 @@ class _Reader:
 
     def add(self, text: str, tokens: Sequence[int], *, last: bool) -> ReplyPiece:
         """See `ReplyReader`."""
+        piece = self._parsed(text, tokens, last)
+        self._taken += text
+        self._shown += piece.text
+        self._called = self._called or bool(piece.calls)
+        if last and not self._called and self._taken.startswith(self._shown):
+            # Parsers hold back what may begin a call, and some forget it when there is no more.
+            return ReplyPiece(piece.text + self._taken[len(self._shown) :])
+        return piece
+
+    def _parsed(self, text: str, tokens: Sequence[int], last: bool) -> ReplyPiece:
         try:
             delta = self._parser.parse_delta(text, list(tokens), self._request, prompt_token_ids=[], finished=last)
         except Exception:

@@ -1,0 +1,134 @@
+"""The bytes of tokens are together those of their text, whatever the tokenizer's vocabulary is made of."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tinker_local.backend.http.openai_answers import Asked, Choice
+from tinker_local.backend.rendering.hf_text import HFText
+from tinker_local.backend.rendering.text import TextSoFar
+from tinker_local.backend.sampling.sampler import DrawnTokens
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+SAID = "né <0xE4> 你好 👩‍🚀 a▁b \ufffd"
+
+
+def byte_level() -> HFText:
+    """Each letter of its vocabulary is a byte."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    return HFText(PreTrainedTokenizerFast(tokenizer_object=bpe))
+
+
+def byte_fallback(*, strip: bool = False) -> HFText:
+    """A few letters, and bytes for others. `strip`: no blank at the beginning of a text, as in Llama 2's decoder."""
+    letters = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "é", "好", "\ufffd"]
+    bpe = Tokenizer(
+        models.BPE({text: index for index, text in enumerate(letters)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    bpe.normalizer = normalizers.Replace(" ", "▁")
+    parts: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    bpe.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if strip else [])])
+    return HFText(PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token="<unk>"))
+
+
+def streamed(text: HFText, pieces: Sequence[Sequence[int]]) -> str:
+    so_far = TextSoFar(text.decode, ())
+    return "".join(so_far.add(piece, last=at == len(pieces) - 1) for at, piece in enumerate(pieces))
+
+
+@pytest.mark.mutation(
+    "bytes-of-parts-of-characters-unknown",
+    "rendering/hf_text.py",
+    "        if all(letter in _BYTES_OF_LETTERS for letter in written):\n",
+    "        if False:\n",
+)
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [(byte_level(), SAID), (byte_fallback(), SAID.replace("▁", " "))],
+    ids=["byte level", "byte fallback"],
+)
+def test_bytes_of_tokens_are_those_of_their_text(text: HFText, written: str) -> None:
+    tokens = text.prompt(SAID).to_tokens().tolist()
+    assert text.decode(tokens) == written
+    assert any("\ufffd" in text.token(token) for token in tokens)
+    assert b"".join(map(text.token_bytes, tokens)) == written.encode()
+
+
+def test_every_byte_has_its_token() -> None:
+    for text in (byte_level(), byte_fallback()):
+        found = {text.token_bytes(token) for token in range(263) if text._tokenizer.convert_ids_to_tokens(token)}
+        assert found >= {bytes([byte]) for byte in range(256)}
+
+
+@pytest.mark.mutation(
+    "tokens-without-the-blank-before-them",
+    "rendering/hf_text.py",
+    "return self._decoded([*self._before, token], special=True)[len(before) :]",
+    "return self._decoded([token], special=True)",
+)
+def test_tokens_keep_the_blank_that_a_decoder_drops_at_the_beginning() -> None:
+    text = byte_fallback(strip=True)
+    tokens = text.prompt("a b é").to_tokens().tolist()
+    assert [text.token(token) for token in tokens] == ["a", " ", "b", " ", "é"]
+    assert b"".join(map(text.token_bytes, tokens)) == text.decode(tokens).encode()
+
+
+@pytest.mark.mutation(
+    "a-byte-takes-the-characters-before-it-back",
+    "rendering/hf_text.py",
+    "            return self._decoded_bytes(tokens, special=special)\n",
+    "            pass\n",
+)
+@given(st.lists(st.sampled_from([*"aé好你😀".encode(), 0xFF, 0xC3]) | st.integers(0, 255), max_size=40), st.data())
+def test_bytes_that_follow_a_character_do_not_take_it_back(said: list[int], data: st.DataObject) -> None:
+    text = byte_fallback()
+    tokens = [byte + 1 for byte in said]
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(tokens) - 1)))))
+    pieces = [tokens[start:end] for start, end in zip((0, *cuts), (*cuts, len(tokens)), strict=True)]
+    assert streamed(text, pieces) == text.decode(tokens)
+    assert bytes(said).decode(errors="ignore") == text.decode(tokens).replace("\ufffd", "")
+
+
+def test_bytes_that_are_characters_are_decoded_as_hugging_face_does() -> None:
+    text = byte_fallback()
+    tokens = text.prompt("né 你 👩 a▁b").to_tokens().tolist()
+    assert text.decode(tokens) == text._tokenizer.decode(tokens)
+    wide = [byte + 1 for byte in "▁".encode()]
+    assert text.decode([*wide, 0xFF + 1]) == "▁\ufffd"
+    assert text.decode([0, *wide]) == "▁"
+    assert text.decode_all([0, 0xE4 + 1]) == "<unk>\ufffd"
+
+
+def logprobs_of(text: HFText, tokens: Sequence[int], *, chat: bool) -> Any:
+    """Of an answer of OpenAI's API with these tokens."""
+    asked = Asked(chat, "a", (), 1, 1, False)
+    likeliest = tuple(((token, -1.0), (tokens[0], -2.0)) for token in tokens)
+    drawn = DrawnTokens(0, tuple(tokens), (-1.0,) * len(tokens), likeliest, "length")
+    return Choice(asked, text, 0).add(drawn, whole=True)[1]
+
+
+@pytest.mark.mutation(
+    "offsets-count-parts-of-characters",
+    "http/openai_answers.py",
+    "        self._offset += len(self._utf8.decode(parts))\n",
+    '        self._offset += len(parts.decode(errors="replace"))\n',
+)
+def test_parts_of_characters_are_told_apart_in_logprobs() -> None:
+    text = byte_level()
+    tokens = text.prompt("a你é").to_tokens().tolist()
+    content = logprobs_of(text, tokens, chat=True)["content"]
+    assert [entry["bytes"] for entry in content] == [[byte] for byte in "a你é".encode()]
+    assert [entry["top_logprobs"][0]["bytes"] for entry in content] == [entry["bytes"] for entry in content]
+    given = logprobs_of(text, tokens, chat=False)
+    assert given["tokens"] == ["a", *(f"bytes:\\x{byte:02x}" for byte in "你é".encode())]
+    assert given["text_offset"] == [0, 1, 1, 1, 2, 2]
+    assert [len(others) for others in given["top_logprobs"]] == [1, 2, 2, 2, 2, 2]
+    cut = [*tokens[:3], tokens[0]]  # the character never ends
+    assert text.decode(cut) == "a\ufffda"
+    assert logprobs_of(text, cut, chat=False)["text_offset"] == [0, 1, 1, 2]
