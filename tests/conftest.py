@@ -53,6 +53,7 @@ TOGETHER = {
     "tests/real_tokenizers": "tests/real_tokenizers",
     "tests/rl/test_rl_cookbook.py": "real_server",
     "tests/sampling": "tests/sampling",
+    "tests/real_weights": "tests/real_weights",
 }
 """Tests that one worker runs when several share the suite, because they share what takes long to start."""
 
@@ -129,6 +130,15 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     make_tiny_text_model(root / "text")
     make_tiny_vl_model(root / "vision")
     return {TEXT: root / "text", VISION: root / "vision"}
+
+
+@pytest.fixture(scope="session")
+def small_model() -> Path:
+    """SmolLM2-135M-Instruct, real weights: made by the project's own command, never by a test, which has no network."""
+    folder = Path(__file__).parents[1] / ".test-files" / "smollm2"
+    if not (folder / "config.json").is_file():
+        pytest.skip("no real weights here: tinker-local small-model --out .test-files/smollm2")
+    return folder
 
 
 @dataclass

@@ -5,6 +5,7 @@ import ctypes
 import functools
 import gc
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -67,6 +68,16 @@ def memory_of_machine() -> int:
         return min(most, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     except (OSError, ValueError):  # no container, or one without a limit ("max")
         return most
+
+
+def memory_available() -> int:
+    """Bytes that processes may still take (Linux): of the machine, or of its container."""
+    found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    free = 1024 * int(found[1]) if found else memory_of_machine() // 2
+    with suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(0, free)
 
 
 def memory_of_processes() -> int:

@@ -10,6 +10,7 @@ from tinker_local.backend.cli.import_command import import_
 from tinker_local.backend.cli.install_engine import install_engine
 from tinker_local.backend.cli.models_command import models
 from tinker_local.backend.cli.serve import serve
+from tinker_local.backend.cli.small_model_command import small_model
 from tinker_local.backend.cli.status_command import status
 from tinker_local.backend.cli.tiny_model import tiny_model
 
@@ -31,6 +32,7 @@ main.add_command(restore)
 main.add_command(export)
 main.add_command(import_)
 main.add_command(tiny_model)
+main.add_command(small_model)
 main.add_command(models)
 main.add_command(install_engine)
 main.add_command(completion)

@@ -3,11 +3,11 @@
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tinker_local.backend.heap import free_on_gpu
+from tinker_local.backend.heap import free_on_gpu, memory_available
 from tinker_local.backend.models.gpu_plan import (
     COUNTED_RANK,
     GpuPlan,
@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 
 CPU_SEQUENCES = 64
 """In a step on a CPU. More make it longer, for which everybody waits, and make only tiny models faster."""
+
+CPU_CONTEXTS = 4
+LEAST_CPU_CACHE = 2**28
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +63,8 @@ def place_engines(config: Any, engine: "EngineOptions", options: BackendOptions,
     kv_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
     possible = layouts(options, gpus, kv_heads)
     if not gpus:
-        on_cpu = replace(_placed(engine, possible[0]), max_sequences=CPU_SEQUENCES)
+        cache = engine.kv_cache_bytes or _cpu_cache(text_config.to_dict(), engine, options)
+        on_cpu = replace(_placed(engine, possible[0]), max_sequences=CPU_SEQUENCES, kv_cache_bytes=cache)
         return PlacedEngines(possible[0], [on_cpu] * len(_replicas(possible[0])))
     decoder, sizes = _sizes(config, engine, options)
     plan = gpu_plans(config, engine, options, decoder, sizes)
@@ -80,6 +84,16 @@ def place_engines(config: Any, engine: "EngineOptions", options: BackendOptions,
     _check_cache(engine.kv_cache_bytes, most, sizes)
     sequences = sizes.sequences_with_states(engine.kv_cache_bytes * most.sample_tp, engine.max_sequences)
     return PlacedEngines(most, [replace(_placed(engine, most), max_sequences=sequences)] * len(_replicas(most)))
+
+
+def _cpu_cache(config: Mapping[str, Any], engine: "EngineOptions", options: BackendOptions) -> int:
+    """Bytes of a KV cache for `CPU_CONTEXTS` sequences of the whole context, or a quarter of the memory that is free; a
+    tiny model's is `LEAST_CPU_CACHE`."""
+    sizes = model_sizes(config, 0, 2 if (engine.dtype or options.dtype) == "bfloat16" else 4)
+    longest = int(config["max_position_embeddings"])
+    context = min(options.max_context_length or longest, longest)
+    wanted = CPU_CONTEXTS * sizes.sequence_bytes(context, engine.max_batched_tokens)
+    return max(LEAST_CPU_CACHE, min(wanted, memory_available() // 4))
 
 
 def _check_cache(kv_cache: int | None, layout: Layout, sizes: ModelSizes) -> None:

@@ -62,7 +62,8 @@ class Engines:
     the start, too. `unknown_adapters`: whether it must agree on all of them, since it is not known what the sampler's
     class of this architecture does with any. `compare_seconds`: how long the start may take to compare their logprobs
     on long texts; 0: it does not. `kv_cache_bytes`: of the sampler, on each of its GPUs; 0:
-    not known. `stages`: where the time of loading went, of the server, the sampler and the trainer.
+    not known. `wanted_context`: positions that the model and the options allow; 0: not known. `stages`: where the time
+    of loading went, of the server, the sampler and the trainer.
     """
 
     renderer: Renderer
@@ -80,6 +81,7 @@ class Engines:
     unknown_adapters: bool = False
     compare_seconds: float = 0.0
     kv_cache_bytes: int = 0
+    wanted_context: int = 0
     stages: Mapping[str, Sequence[Stage]] = field(default_factory=dict)
 
 
@@ -339,6 +341,17 @@ class ServedModel:
             sampler_restarts=sum(each.restarts for each in self.sampler_supervisions),
             sampler_works=self.memory_sharing.sampler_gate.is_open,
             replicas=self._replicas(),
+        )
+
+    def context_in_words(self) -> str:
+        """What context is served, and why it is shorter than the model's, if it is."""
+        words = f"serves contexts of up to {self.max_context_length} positions"
+        if self.max_context_length >= self.engines.wanted_context:
+            return words
+        cache = self.engines.kv_cache_bytes / 2**30
+        return (
+            f"{words} and not of {self.engines.wanted_context}: its KV cache of {cache:.2f} GiB holds no more, and "
+            f"--kv-cache {cache * self.engines.wanted_context / self.max_context_length + 0.005:.2f} would"
         )
 
     def give_up_sampler(self, seconds: float) -> None:

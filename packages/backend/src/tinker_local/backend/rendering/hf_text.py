@@ -18,9 +18,9 @@ from tinker_local.types.errors import brief
 
 log = logging.getLogger(__name__)
 
-# A control token in a message gets cuts before the template sees it, and the text between the cuts is encoded in pieces.
-# The client cuts there too (`rl/chat.py`), so that a model is asked in the tokens that it was trained on. A cut is a
-# character that Python's `repr`, which some templates use, does not escape; in a message another one follows it.
+# A control token in a message gets cuts before the template sees it, and the text is encoded in pieces between them.
+# They are where the client cuts (`rl/chat.py`), so that a model is asked in the tokens that it was trained on. A cut is
+# a character that Python's `repr`, which some templates use, does not escape; in a message another one follows it.
 _CUT, _WRITTEN = "\u241f", "\u241e"
 _CUTS = re.compile(f"{_CUT}(?!{_WRITTEN})")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
