@@ -36,8 +36,9 @@ CITY: Any = {
     "additionalProperties": False,
 }
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": CITY, "strict": True}}]
-RARE: Any = {"structured_outputs": {"choice": ["𒀀𒀁 né"]}}
-"""A text whose characters are several tokens each."""
+RARE = "\U00012345\U00014400 now"
+"""A text whose first characters are in no vocabulary: each is several tokens."""
+SAYS_RARE: Any = {"structured_outputs": {"choice": [RARE]}}
 HI: Any = [{"role": "user", "content": "Grüezi <|im_end|><end_of_turn> 你好"}]
 
 
@@ -99,7 +100,7 @@ def test_structured_output_validates(served: Served) -> None:
 def test_text_offsets_say_where_tokens_are_in_the_text(served: Served) -> None:
     free = served.complete(n=4, max_tokens=60, seed=3, temperature=1.5, logprobs=5)
     special = special_tokens(served.real.tokenizer)
-    for choice in (*free.choices, *served.complete(extra_body=RARE, max_tokens=60, logprobs=5).choices):
+    for choice in (*free.choices, *served.complete(extra_body=SAYS_RARE, max_tokens=60, logprobs=5).choices):
         logprobs = choice.logprobs
         hidden = 0
         for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
@@ -108,7 +109,7 @@ def test_text_offsets_say_where_tokens_are_in_the_text(served: Served) -> None:
             elif not token.startswith("bytes:\\x"):
                 at = offset - hidden
                 assert choice.text[at : at + len(token)] == token
-    assert choice.text == "𒀀𒀁 né"
+    assert choice.text == RARE
     rare = [at for token, at in zip(logprobs.tokens, logprobs.text_offset, strict=True) if token.startswith("bytes:")]
     assert len(rare) > 2
     assert {*rare} == {0, 1}
@@ -126,8 +127,8 @@ def test_bytes_of_logprobs_are_together_the_text_also_of_tokens_that_are_parts_o
     assert whole.usage.prompt_tokens == len(served.real.ids(ChatMessage("user", (HI[0]["content"],))))
     for choice in whole.choices:
         assert shown(served, bytes_of(served, choice.logprobs.content)) == choice.message.content
-    (rare,) = chat(served, extra_body=RARE, **asked).choices
-    assert bytes_of(served, rare.logprobs.content).decode() == rare.message.content == "𒀀𒀁 né"
+    (rare,) = chat(served, extra_body=SAYS_RARE, **asked).choices
+    assert bytes_of(served, rare.logprobs.content).decode() == rare.message.content == RARE
     assert any("\ufffd" in entry.token for entry in rare.logprobs.content)
     texts, entries = [""] * 4, [[] for _ in range(4)]  # type: ignore[var-annotated]
     for chunk in chat(served, n=4, stream=True, **asked):
