@@ -280,6 +280,19 @@ VISION_RL_PROMISES = (
         ),
     ),
     Promise(
+        "agreement",
+        "On real weights too: at every position of the context, for the gradients, for an adapter in training; what it "
+        "learns shows in answers that were not trained, in exports, and after a kill",
+        tests=(
+            "real_weights/test_real_weights.py::test_all_positions_of_the_context_agree_with_transformers",
+            "training/test_gradients_of_real_weights.py::test_gradients_on_real_text_are_as_near_to_float64_as_pefts",
+            "real_weights/test_real_weights.py::test_samples_have_the_logprobs_of_the_trainer",
+            "real_weights/test_real_weights.py::test_the_first_program_teaches_a_style_and_keeps_the_facts",
+            "real_weights/test_real_weights.py::test_exports_answer_the_same_in_transformers",
+            "real_weights/test_real_weights.py::test_a_killed_server_goes_on_from_the_saved_state",
+        ),
+    ),
+    Promise(
         "rollouts",
         "A failure ends its own trajectory and says why; the others train",
         "one-failure-fails-the-rollout context-not-watched",

@@ -1,6 +1,6 @@
 """OpenAI's client with a tiny random model of a published vocabulary: structured output, logprobs' bytes, tools.
 
-Random weights draw from the whole vocabulary: parts of characters, special tokens, rows that are no token.
+Random weights draw from the whole vocabulary: parts of characters, special tokens, rows without a token.
 """
 
 import json
@@ -81,7 +81,7 @@ def bytes_of(served: Served, content: Sequence[Any]) -> bytes:
 
 
 def shown(served: Served, parts: bytes) -> str:
-    """Bytes as the tokenizer decodes them: one U+FFFD for each byte that is no text, or for as many as begin a
+    """Bytes as the tokenizer decodes them: one U+FFFD for each byte that is not text, or for as many as begin a
     character."""
     bytewise = served.real.text._byte_ids
     text = parts.decode(errors="surrogateescape" if bytewise else "replace")

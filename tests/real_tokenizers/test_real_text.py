@@ -35,7 +35,7 @@ def test_a_text_is_the_same_streamed_with_a_split_at_every_token(real: Real) -> 
 
 
 def test_tokens_that_are_no_text_are_the_same_streamed_at_any_places(real: Real) -> None:
-    """Bytes that are no UTF-8, by tokens that are parts of characters; and special tokens."""
+    """Bytes that are not UTF-8, by tokens that are parts of characters; and special tokens."""
     draw = random.Random(7)
     every = len(real.tokenizer)
     parts = [token for token in range(0, every, 7) if "\ufffd" in real.text.token(token)]
@@ -58,7 +58,7 @@ def test_the_bytes_of_tokens_are_those_of_their_text(real: Real) -> None:
 
 
 def test_every_token_has_its_bytes(real: Real) -> None:
-    """Alone each is what its bytes are, as far as they are text, and each byte has a token."""
+    """Alone each is what its bytes are, where they are text, and each byte has a token."""
     single = set()
     for token in (*range(600), *range(600, len(real.tokenizer), 9)):
         parts = real.text.token_bytes(token)

