@@ -109,6 +109,7 @@ def test_the_folder_has_the_weights_tokenizer_licence_and_origin(
     assert tokenizer.model_max_length == small_model.CONTEXT
     split = [text for text, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a  12")]
     assert split == ["a", "ĠĠ", "1", "2"], "digits stand alone, as the published tokenizer has them"
+    assert tokenizer.decode(tokenizer.encode("é a  12 ▁ <0x41>")) == "é a  12 ▁ <0x41>"
     asked = [{"role": "user", "content": "a1"}]
     assert tokenizer.apply_chat_template(asked, tokenize=False) == "<|im_start|>a1<|im_end|>"
     assert json.loads((out / "config.json").read_text())["rms_norm_eps"] == 1e-5

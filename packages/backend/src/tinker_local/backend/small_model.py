@@ -97,14 +97,19 @@ def _check(gguf: Path) -> None:
 def _convert(gguf: Path, out: Path) -> None:
     import torch
     import transformers
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from tokenizers import decoders, pre_tokenizers
 
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**source, model_max_length=CONTEXT)
-    # GGUF names the rule for splitting text ("smollm") and transformers does not read it: digits stand alone.
-    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
-        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
+    # GGUF names the rule for splitting text ("smollm"), which transformers does not read: digits stand alone. 5.17 takes
+    # the rest from Llama 2, whose tokens stand for characters.
+    rules = tokenizer.backend_tokenizer
+    rules.normalizer = None
+    rules.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
+    rules.decoder = decoders.ByteLevel()
+    rules.model.unk_token, rules.model.fuse_unk, rules.model.byte_fallback = None, False, False
     tokenizer.save_pretrained(out)
     # Otherwise `save_pretrained` refuses: what is loaded counts as quantized.
     whole = transformers.GgufConfig(dequantize=True)
