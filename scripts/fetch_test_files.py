@@ -12,6 +12,7 @@ Needs the standard library alone. Packages of npm come from the registry that np
 
 import argparse
 import hashlib
+import http.client
 import io
 import json
 import os
@@ -180,7 +181,11 @@ def npm_archive(entry: Entry) -> bytes:
             archive: bytes = answer.read(MAX_BYTES + 1)
     except urllib.error.HTTPError as error:
         raise NotFetched(f"npm's registry answers with status {error.code}") from None
-    except OSError as error:  # URLError among them; its words may name the host
+    except (
+        OSError,
+        http.client.HTTPException,
+        ValueError,
+    ) as error:  # URLError among them; its words may name the host
         reason = getattr(error, "reason", error)
         raise NotFetched(f"npm's registry cannot be reached ({type(reason).__name__})") from None
     if len(archive) > MAX_BYTES:

@@ -9,7 +9,7 @@ import pytest
 from tinker_local.backend.vllm_engine import build_engine, compat_vllm
 from tinker_local.backend.vllm_engine.compat_vllm import graph_arguments, version
 
-NAME = "VLLM_USE_BREAKABLE_CUDAGRAPH"
+NAME = compat_vllm.BREAKABLE_GRAPHS
 
 
 @pytest.fixture
@@ -33,13 +33,14 @@ def test_graphs_need_no_compiler_and_are_filled_up_by_a_quarter_at_most(
     on_a_gpu.setattr(compat_vllm, "_distribution_version", lambda: (0, 32))
     build_engine.prepare_environment()
     assert os.environ[NAME] == "1"
-    arguments = graph_arguments(1000)
+    arguments = graph_arguments(1000, 288)
     sizes = arguments["compilation_config"]["cudagraph_capture_sizes"]
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1
     assert sizes[-1] == 896, "a step of 1000 positions has no graph of 1024"
+    assert 288 in sizes, "all sequences together decode in a graph"
     assert all(larger <= max(1.25 * (size + 1), size + 8) for size, larger in pairwise(sizes))
-    assert graph_arguments(2**20)["compilation_config"]["cudagraph_capture_sizes"][-1] == 2048
+    assert graph_arguments(2**20, 288)["compilation_config"]["cudagraph_capture_sizes"][-1] == 2048
     if version() >= (0, 32):
         import vllm.envs
 
@@ -58,6 +59,19 @@ def test_else_vllm_compiles_the_model(why: str, on_a_gpu: pytest.MonkeyPatch) ->
         on_a_gpu.setenv(NAME, "0")
     build_engine.prepare_environment()
     assert os.environ.get(NAME) == (None if why == "an older vLLM" else "0")
-    assert graph_arguments(1000) == {
-        "compilation_config": {"mode": 3, "backend": "inductor", "cudagraph_mode": "FULL_AND_PIECEWISE"}
+    assert graph_arguments(1000, 288)["compilation_config"] == {
+        "mode": 3,
+        "backend": "inductor",
+        "cudagraph_mode": "FULL_AND_PIECEWISE",
     }
+
+
+def test_a_model_that_sees_is_compiled_since_graphs_alone_keep_what_a_picture_left(
+    on_a_gpu: pytest.MonkeyPatch, tiny_models: dict[str, Path]
+) -> None:
+    on_a_gpu.setattr(compat_vllm, "_distribution_version", lambda: (0, 32))
+    build_engine.prepare_environment()
+    for name, mode in (("tiny/text", 0), ("tiny/vision", 3)):
+        with compat_vllm.compiled_if_it_sees(str(tiny_models[name])):
+            assert graph_arguments(1000, 288)["compilation_config"]["mode"] == mode
+        assert os.environ[NAME] == "1"

@@ -113,7 +113,7 @@ def test_free_memory_of_a_gpu_is_read_without_keeping_any() -> None:
 import torch
 from tinker_local.backend.heap import free_on_gpu
 before, total = free_on_gpu(0)
-assert free_on_gpu(0) == (before, total)  # a context that stays would take half a gibibyte
+assert abs(free_on_gpu(0)[0] - before) < 2**28  # a context that stays would take half a gibibyte
 with_context, as_torch_says = torch.cuda.mem_get_info(0)
 assert total == as_torch_says, (total, as_torch_says)
 assert abs(before - with_context) < 2**30, (before, with_context)

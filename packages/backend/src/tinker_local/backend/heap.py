@@ -74,10 +74,21 @@ def memory_available() -> int:
     """Bytes that processes may still take (Linux): of the machine, or of its container."""
     found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     free = 1024 * int(found[1]) if found else memory_of_machine() // 2
-    with suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return max(0, free)
+    return max(0, min([free, *_left_by_groups(Path("/sys/fs/cgroup"))]))
+
+
+def _left_by_groups(root: Path) -> Iterator[int]:
+    """What each control group (v2) of this process with a limit still allows; files that are cached can be dropped."""
+    with suppress(OSError):
+        named = re.search(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+        inner = root / (named[1] if named else "")
+        for group in (inner, *inner.parents):
+            if group.is_relative_to(root):
+                with suppress(OSError, ValueError):  # no limit ("max"), or not a group
+                    most = int((group / "memory.max").read_text())
+                    cached = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+                    taken = int((group / "memory.current").read_text())
+                    yield most - taken + (int(cached[1]) if cached else 0)
 
 
 def memory_of_processes() -> int:
@@ -122,7 +133,8 @@ def memory_of_gpus() -> dict[int, tuple[int, int]]:
 
 def free_on_gpu(gpu: int) -> tuple[int, int]:
     """Free bytes and all bytes of a GPU, by its number here, as `torch.cuda.mem_get_info`, whose context would stay: it
-    takes half a gibibyte of the GPU as long as this process lives. RuntimeError if the driver refuses."""
+    takes half a gibibyte of the GPU as long as this process lives. RuntimeError if the driver refuses, OSError without
+    one."""
     cuda = ctypes.CDLL("libcuda.so.1")
     device, context, before = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
     free, total = ctypes.c_size_t(), ctypes.c_size_t()

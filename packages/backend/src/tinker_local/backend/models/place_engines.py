@@ -31,6 +31,7 @@ CPU_SEQUENCES = 64
 
 CPU_CONTEXTS = 4
 LEAST_CPU_CACHE = 2**28
+MOST_CPU_CACHE = 2**32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,13 +88,17 @@ def place_engines(config: Any, engine: "EngineOptions", options: BackendOptions,
 
 
 def _cpu_cache(config: Mapping[str, Any], engine: "EngineOptions", options: BackendOptions) -> int:
-    """Bytes of a KV cache for `CPU_CONTEXTS` sequences of the whole context, or a quarter of the memory that is free; a
-    tiny model's is `LEAST_CPU_CACHE`."""
-    sizes = model_sizes(config, 0, 2 if (engine.dtype or options.dtype) == "bfloat16" else 4)
-    longest = int(config["max_position_embeddings"])
+    """Bytes of a KV cache for `CPU_CONTEXTS` sequences of the whole context, but at most `MOST_CPU_CACHE` and an eighth
+    of the memory that two copies of the weights leave; a tiny model's is `LEAST_CPU_CACHE`."""
+    try:
+        sizes = model_sizes(config, 0, 2 if (engine.dtype or options.dtype) == "bfloat16" else 4)
+        longest = int(config["max_position_embeddings"])
+    except KeyError:  # an architecture that names its sizes otherwise
+        return LEAST_CPU_CACHE
     context = min(options.max_context_length or longest, longest)
     wanted = CPU_CONTEXTS * sizes.sequence_bytes(context, engine.max_batched_tokens)
-    return max(LEAST_CPU_CACHE, min(wanted, memory_available() // 4))
+    weights = (sizes.layers * sizes.layer_parameters + 2 * sizes.vocabulary * sizes.hidden) * sizes.itemsize
+    return max(LEAST_CPU_CACHE, min(wanted, MOST_CPU_CACHE, (memory_available() - 2 * weights) // 8))
 
 
 def _check_cache(kv_cache: int | None, layout: Layout, sizes: ModelSizes) -> None:
@@ -166,11 +171,12 @@ def gpu_plans(
 
     longest = config.get_text_config().max_position_embeddings
 
+    memory_of = functools.cache(free_on_gpu)
     memory = functools.partial(decoder.memory, columns=min(options.max_rank, COUNTED_RANK))
     tokens = options.micro_batch_tokens or MICRO_BATCH_TOKENS
 
     def plan(gpu: int, layout: Layout) -> GpuPlan:
-        free, total = free_on_gpu(gpu)
+        free, total = memory_of(gpu)
         try:
             found = plan_gpu(
                 sizes,

@@ -68,7 +68,8 @@ class _Marks:
             start = first.start()
             ends = [start + length for length in self._lengths[first[0]] if text[start : start + length] in self]
             if ends:
-                cuts |= {start, start + 1, max(ends)}
+                # Behind it only where that is not taken for a cut that a message has.
+                cuts |= {start, start + 1, *([] if text.startswith(_WRITTEN, max(ends)) else [max(ends)])}
         places = (0, *sorted(cuts), len(text))
         return _CUT.join(text[start:end].replace(_CUT, _CUT + _WRITTEN) for start, end in itertools.pairwise(places))
 

@@ -18,7 +18,9 @@ from tinker_local.backend.sampling.sampler import RESERVED
 from tinker_local.backend.stages import stage
 from tinker_local.backend.vllm_engine import patches
 from tinker_local.backend.vllm_engine.compat_vllm import (
+    BREAKABLE_GRAPHS,
     LORA_RANKS,
+    compiled_if_it_sees,
     cuda_graphs_work,
     default_dtype,
     forget_rotary_modules,
@@ -83,7 +85,7 @@ def prepare_environment() -> None:
     # `FullVocabularyDraw` replaces flashinfer's draw, without which vLLM would refuse to start.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if has_breakable_graphs():
-        os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+        os.environ.setdefault(BREAKABLE_GRAPHS, "1")
     if runs_on_cpu():
         # Otherwise the first prompt logprobs compile for seconds and need a C++ compiler.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
@@ -171,7 +173,7 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
         from tinker_local.backend.autotuning import compile_choices_at_once
 
         compile_choices_at_once()
-    with process_state_kept():
+    with process_state_kept(), compiled_if_it_sees(options.model):
         with stage("imports"):
             _import_vllm()
         from vllm.engine.arg_utils import EngineArgs
@@ -222,7 +224,7 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         # All ranks have to schedule alike: what a step may contain must not depend on when the one before it ends.
         arguments["async_scheduling"] = False
     if not eager:
-        arguments |= graph_arguments(arguments["max_num_batched_tokens"])
+        arguments |= graph_arguments(arguments["max_num_batched_tokens"], arguments["max_num_seqs"])
     if options.kv_cache_bytes is not None or on_cpu:
         arguments["kv_cache_memory_bytes"] = options.kv_cache_bytes or 256 * _MIB
         # Does not size the cache then, but vLLM refuses to start where less than this share of the card is free.

@@ -7,6 +7,7 @@ Tested with vLLM 0.26 (torch 2.11, CUDA) and 0.32 (torch 2.13, CPU). No module o
 import contextlib
 import importlib.metadata
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ this server takes none."""
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `max_lora_rank` that vLLM accepts."""
+
+BREAKABLE_GRAPHS = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 
 _GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *(part * 2**double for double in range(4, 9) for part in (4, 5, 6, 7)), 2048)
 """Positions of the steps that have a CUDA graph. Others are filled up to the next size, beyond 64 by a quarter at most.
@@ -102,26 +105,45 @@ def cuda_graphs_work(model: str, max_rank: int) -> bool:
 def has_breakable_graphs() -> bool:
     """Whether vLLM captures the graphs of a prompt between its attentions without compiling the model; not if the user
     says VLLM_USE_BREAKABLE_CUDAGRAPH=0."""
-    wanted = os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH", "1") != "0"
+    wanted = os.environ.get(BREAKABLE_GRAPHS, "1") == "1"  # as vLLM reads it
     return wanted and not runs_on_cpu() and _distribution_version() >= (0, 32)
 
 
-def graph_arguments(most_positions: int) -> dict[str, Any]:
+@contextlib.contextmanager
+def compiled_if_it_sees(model: str) -> Iterator[None]:
+    """Build an engine of a model with a vision tower in this context: vLLM compiles that one. Graphs without the
+    compiler replay no Python, and Qwen3-VL clears what a picture left for the first layers in Python: later prompts
+    would read it."""
+    from transformers import AutoConfig
+
+    sees = hasattr(AutoConfig.from_pretrained(model), "vision_config")
+    before = os.environ.get(BREAKABLE_GRAPHS)
+    if not sees or before is None:
+        yield
+        return
+    os.environ[BREAKABLE_GRAPHS] = "0"
+    try:
+        yield
+    finally:
+        os.environ[BREAKABLE_GRAPHS] = before
+
+
+def graph_arguments(most_positions: int, most_sequences: int) -> dict[str, Any]:
     """Keywords of `EngineArgs` for CUDA graphs: of steps that decode, and of prompts between their attentions, since
-    launches bound a short prompt. `most_positions`: of a step.
+    launches bound a short prompt. Both numbers are those of a step.
 
     Before 0.32 vLLM needs its compiler to find the attentions. Of an 8B model on an H100, an engine of 0.32 starts in
     47 s without it, kernels that Triton compiles included, and in more than 150 s with it.
     """
     graphs: dict[str, Any] = {"cudagraph_mode": "FULL_AND_PIECEWISE"}
+    # Most are ninety kernels of vLLM's own draw, which `FullVocabularyDraw` replaces. The others are compiled as a
+    # graph is captured, or at the first prompt that needs them.
+    kernels = {"kernel_config": {"enable_jit_warmup": False}} if _distribution_version() >= (0, 32) else {}
     if not has_breakable_graphs():
-        return {"compilation_config": {**graphs, "mode": 3, "backend": "inductor"}}
-    sizes = [size for size in _GRAPH_SIZES if size <= most_positions]
-    return {
-        "compilation_config": {**graphs, "mode": 0, "cudagraph_capture_sizes": sizes},
-        # Ninety kernels of vLLM's own draw, which `FullVocabularyDraw` replaces.
-        "kernel_config": {"enable_jit_warmup": False},
-    }
+        return {"compilation_config": {**graphs, "mode": 3, "backend": "inductor"}, **kernels}
+    # A step of all sequences decodes in a graph of its size.
+    sizes = sorted(size for size in {*_GRAPH_SIZES, most_sequences} if size <= most_positions)
+    return {"compilation_config": {**graphs, "mode": 0, "cudagraph_capture_sizes": sizes}, **kernels}
 
 
 def module_renames(model: Any) -> Any:
