@@ -44,7 +44,7 @@ class Problems(NamedTuple):
 
 def sum_problem(first: int, second: int) -> Problem:
     def score(answer: str) -> float:
-        """1 for the sum, 0.1 for another number, 0 for what is no number."""
+        """1 for the sum, 0.1 for another number, 0 without one."""
         if answer.strip() == str(first + second):
             return 1.0
         return 0.1 if answer.strip().isdecimal() else 0.0

