@@ -55,6 +55,7 @@ NO_LIMITS = {
     "scheduling.image_turns.MOST_RENDERED_BYTES",  # by the machine's memory; docs/sampling.md
     "weight_files.LONGEST_HEADER",  # of safetensors
     "models.adapter_check.MOST_IN_32_BITS",  # nats
+    "models.place_engines.MOST_CPU_CACHE",  # of the server's own choice; --kv-cache may be more
 }
 """Constants whose names say that they are the most, and that bound nothing which a client sends or sees."""
 

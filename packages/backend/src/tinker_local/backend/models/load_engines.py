@@ -125,8 +125,7 @@ async def load_base_models(
         parts = [f"{part}: {words}" for part, stages in model.start.items() if (words := in_words(stages))]
         of_these = f" ({'; '.join(parts)})" if parts else ""
         progress(f"{names[0]}: started in {time.monotonic() - began:.1f} s{of_these}")
-        progress(f"{names[0]}: {engines.trainer.trains}")
-        progress(f"{names[0]}: {model.context_in_words()}")
+        progress(f"{names[0]}: {engines.trainer.trains}; {model.context_in_words()}")
         progress(
             f"{names[0]}: trainer and sampler agree to {max(difference, reached.difference):.1g} nats where rounding "
             f"alone makes {base.rounding.mean:.1g} nats, checked in {time.monotonic() - start:.1f} s: {reached}; "
@@ -426,9 +425,9 @@ def _load_real(source: ModelSource, options: BackendOptions, progress: Progress)
     dtype = options.dtype or compat_vllm.default_dtype()
     config = config_of(source.path)
     text_config = config.get_text_config()
-    longest = int(text_config.max_position_embeddings)
     family = supported_family(config, source.path)
     check_weights(source.path, config, family)
+    longest = int(text_config.max_position_embeddings)
     options = replace(options, max_context_length=options.max_context_length or longrope_context(text_config))
     engine = build_engine.EngineOptions(
         source.path,
