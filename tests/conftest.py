@@ -69,6 +69,7 @@ APART = (WALK, DEMO, *RESTARTS)
 
 LONGEST = (
     "real_server",
+    "tests/real_weights",
     *(WALK, RESTARTS[0], "tests/chaos/test_rank_kills.py", "tests/documentation/test_pages_run.py", "tests/sampling"),
     *(RESTARTS[2], "tests/storage/test_storage_kill.py", "tests/training/test_rank_processes_on_fakes.py", DEMO),
     "tests/training/test_triton_kernels_interpreted.py",
