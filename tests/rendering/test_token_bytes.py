@@ -69,7 +69,7 @@ def test_every_byte_has_its_token() -> None:
 @pytest.mark.mutation(
     "tokens-without-the-blank-before-them",
     "rendering/hf_text.py",
-    "return self._decoded([*self._before, token], special=True)[len(before) :]",
+    "return self._decoded([*self._before, token], special=True)[len(self._text_before) :]",
     "return self._decoded([token], special=True)",
 )
 def test_tokens_keep_the_blank_that_a_decoder_drops_at_the_beginning() -> None:

@@ -58,11 +58,13 @@ def compiler_problem() -> str | None:
     headers; None if it could."""
     if "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang"))):
         return (
-            "there is no C compiler, and Triton needs one for kernels (Debian, Ubuntu: apt-get install gcc; or set CC)"
+            "no C compiler was found. Triton compiles kernels with it (Debian, Ubuntu: apt-get install gcc; or set CC)"
         )
     headers = Path(sysconfig.get_paths()["include"], "Python.h")
     if not headers.is_file():
-        return f"{headers} is not there, and Triton needs it for kernels (Debian, Ubuntu: apt-get install python3-dev)"
+        return (
+            f"{headers} is not there. Triton needs it to compile kernels (Debian, Ubuntu: apt-get install python3-dev)"
+        )
     return None
 
 

@@ -106,6 +106,7 @@ class HFText:
         self._special = special_tokens(tokenizer)
         # The first encoding drops a truncation of the file for good; later, it would disturb other threads.
         self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]
+        self._text_before = self._decoded(self._before, special=True)
         self._token = lru_cache(KEPT_TOKENS)(self._text_of)
         self._token_bytes = lru_cache(KEPT_TOKENS)(self._bytes)
 
@@ -189,8 +190,7 @@ class HFText:
 
     def _text_of(self, token: int) -> str:
         """Behind another token, since some decoders drop the blank at the beginning of a text."""
-        before = self._decoded(self._before, special=True)
-        return self._decoded([*self._before, token], special=True)[len(before) :]
+        return self._decoded([*self._before, token], special=True)[len(self._text_before) :]
 
     def _bytes(self, token: int) -> bytes:
         text = self._token(token)

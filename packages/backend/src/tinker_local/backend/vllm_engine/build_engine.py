@@ -173,7 +173,7 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
         from tinker_local.backend.autotuning import compile_choices_at_once
 
         compile_choices_at_once()
-    with process_state_kept(), compiled_if_it_sees(options.model):
+    with process_state_kept():
         with stage("imports"):
             _import_vllm()
         from vllm.engine.arg_utils import EngineArgs
@@ -182,12 +182,13 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
 
         patches.apply_to_process()
         forget_rotary_modules()
-        with stage("options"):
-            config = EngineArgs(**_engine_arguments(options)).create_engine_config(UsageContext.ENGINE_CONTEXT)
-        patches.apply_to_config(config, options.image_cache_bytes)
-        kept_before = kept_by_dynamo()
-        with stage("engine"):
-            engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        with compiled_if_it_sees(options.model):
+            with stage("options"):
+                config = EngineArgs(**_engine_arguments(options)).create_engine_config(UsageContext.ENGINE_CONTEXT)
+            patches.apply_to_config(config, options.image_cache_bytes)
+            kept_before = kept_by_dynamo()
+            with stage("engine"):
+                engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         engine.kept_by_dynamo = kept_by_dynamo() - kept_before
         patches.apply_to_engine(engine, events or patches.EngineEvents())
     return engine

@@ -111,17 +111,20 @@ def has_breakable_graphs() -> bool:
 
 @contextlib.contextmanager
 def compiled_if_it_sees(model: str) -> Iterator[None]:
-    """Build an engine of a model with a vision tower in this context: vLLM compiles that one. Graphs without the
-    compiler replay no Python, and Qwen3-VL clears what a picture left for the first layers in Python: later prompts
-    would read it."""
-    from transformers import AutoConfig
-
-    sees = hasattr(AutoConfig.from_pretrained(model), "vision_config")
+    """Build an engine in this context, after vLLM's import: if its model has a vision tower, vLLM compiles it. Graphs
+    without the compiler replay no Python, and Qwen3-VL clears what a picture left for the first layers in Python: later
+    prompts would read it."""
     before = os.environ.get(BREAKABLE_GRAPHS)
-    if not sees or before is None:
+    if before is None:  # on a CPU, or an older vLLM
         yield
         return
-    os.environ[BREAKABLE_GRAPHS] = "0"
+    import vllm.envs
+    from transformers import AutoConfig
+
+    # The engine before this one in the process has made vLLM keep the value that it had then.
+    vllm.envs.disable_envs_cache()
+    if hasattr(AutoConfig.from_pretrained(model), "vision_config"):
+        os.environ[BREAKABLE_GRAPHS] = "0"
     try:
         yield
     finally:

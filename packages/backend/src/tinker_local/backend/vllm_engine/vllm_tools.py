@@ -137,7 +137,7 @@ class _Reader:
         self._shown += piece.text
         self._called = self._called or bool(piece.calls)
         if last and not self._called and self._taken.startswith(self._shown):
-            # Parsers hold back what may begin a call, and some forget it when there is no more.
+            # A parser holds back text that may be the start of a call. Some never return it if the reply ends there.
             return ReplyPiece(piece.text + self._taken[len(self._shown) :])
         return piece
 
