@@ -6,7 +6,7 @@ import pytest
 import torch
 from tinker_local.backend.vllm_engine.build_engine import prepare_environment
 from tinker_local.backend.vllm_engine.compat_vllm import runs_on_cpu
-from tinker_local.backend.vllm_engine.draw_tokens import ROWS, FullVocabularyDraw, Likeliest
+from tinker_local.backend.vllm_engine.draw_tokens import ROWS, FullVocabularyDraw, Likeliest, at_share
 
 MANY = 2 * ROWS + 3
 
@@ -47,3 +47,44 @@ def test_the_likeliest_of_a_large_step_belong_to_their_requests(logits: Any) -> 
         expected = logits[row].log_softmax(-1).topk(widths[row])
         assert ids.tolist() == expected.indices.tolist()
         assert logprobs.tolist() == pytest.approx(expected.values.tolist(), abs=1e-6)
+
+
+@pytest.mark.mutation(
+    "share-of-a-block-of-its-row",
+    "draw_tokens.py",
+    "    at_b1, _ = _place(in_block_bn, share_b1)",
+    "    at_b1, _ = _place(in_block_bn, share_b.unsqueeze(1))",
+)
+@pytest.mark.parametrize("width", [1, 5, 255, 256, 257, 513, 50_001])
+def test_a_share_of_a_row_is_the_token_that_a_sum_in_float64_finds(width: int) -> None:
+    random = torch.Generator().manual_seed(width)
+    p = (3 * torch.randn(200, width, generator=random)).softmax(-1)
+    p[:, 1::3] = 0.0  # as top-k leaves them
+    p[7:9, : width // 2] = 0.0
+    p[9, -1] = 1e-30
+    share = torch.rand(200, dtype=torch.float64, generator=random)
+    share[:8:2], share[1:9:2] = 0.0, 1 - 2**-53
+    found = at_share(p, share)
+    chosen = p.gather(1, found[:, None])[:, 0].double()
+    upto = p.double().cumsum(-1).gather(1, found[:, None])[:, 0]
+    target = share * p.double().sum(-1)
+    assert bool((chosen > 0).all())
+    # A block's sum in float32 is off by up to 256 roundings of 2**-24.
+    off = 2**-16 * p.double().sum(-1)
+    assert bool((upto - chosen <= target + off).all())
+    assert bool((target <= upto + off).all())
+    reference = torch.searchsorted(p.double().cumsum(-1), target[:, None], right=True)[:, 0]
+    assert int((found == reference).sum()) >= 198
+
+
+def test_uniform_shares_draw_what_the_probabilities_say() -> None:
+    p = torch.tensor([0.1, 0.0, 0.2, 0.3, 0.0, 0.4])
+    shares = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
+    counts = torch.bincount(at_share(p.expand(10_000, -1), shares), minlength=6)
+    assert counts.tolist() == [1000, 0, 2000, 3000, 0, 4000]
+
+
+def test_a_row_of_nan_yields_some_token() -> None:
+    """Its logprob is NaN, which is what says so."""
+    found = at_share(torch.full((2, 600), torch.nan), torch.tensor([0.0, 0.5], dtype=torch.float64))
+    assert bool(((found >= 0) & (found < 600)).all())

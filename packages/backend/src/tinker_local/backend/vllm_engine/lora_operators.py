@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,27 +24,69 @@ def segments(adapter_ids: Sequence[int], slots: Sequence[int | None]) -> list[Se
     return [(slots.index(int(ids[a])), a, b) for a, b in zip(starts, stops, strict=True) if ids[a] > 0]
 
 
-def add_lora(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    lora_a: Sequence[torch.Tensor],
-    lora_b: Sequence[torch.Tensor],
-    widths: Sequence[int],
-    rows: Sequence[Segment],
-    scale: float,
-) -> None:
-    """y[rows, slice] += scale · (x @ Aᵀ) @ Bᵀ for each segment and each slice of the outputs.
+@dataclass(frozen=True, slots=True, eq=False)
+class Factors:
+    """One adapter of a module with several outputs beside each other (slices), as few products as possible.
 
-    y [N, sum of widths or more], x [N, in]; A [slots, 1, rank, in] and B [slots, 1, width, rank] per slice.
+    `a` [ranks of all slices, in]. `parts`, one per slice: its ranks (first, last) in `a`, B transposed [rank, width] or
+    [rank, less than width], and where its outputs begin.
     """
-    for slot, start, stop in rows:
-        offset = 0
-        for a, b, width in zip(lora_a, lora_b, widths, strict=True):
-            delta = (x[start:stop].to(y.dtype) @ a[slot, 0].to(y.dtype).T) @ b[slot, 0].to(y.dtype).T
+
+    a: torch.Tensor
+    parts: Sequence[tuple[int, int, torch.Tensor, int]]
+
+    @classmethod
+    def of(
+        cls, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], widths: Sequence[int], *, trim: bool = False
+    ) -> "Factors":
+        """From A [rank, in] and B [width, rank] per slice. `trim`: copy them without the ranks at the end that are zero
+        in A, which is how vLLM fills a slot that has room for more; reads A, so not for tensors of a GPU."""
+        parts, kept, first, offset = [], [], 0, 0
+        for a_ri, b_or, width in zip(a, b, widths, strict=True):
+            rank = _rank_of(a_ri) if trim else len(a_ri)
             # The adapter and the model may pad a vocabulary differently.
-            used = min(delta.shape[1], width)
-            y[start:stop, offset : offset + used] += scale * delta[:, :used]
-            offset += width
+            b_ro = b_or[:width, :rank].T
+            if rank:
+                kept.append(a_ri[:rank])
+                parts.append((first, first + rank, b_ro.contiguous() if trim else b_ro, offset))
+            first, offset = first + rank, offset + width
+        if len(kept) == 1 and not trim:
+            return cls(kept[0], parts)
+        return cls(torch.cat(kept) if kept else a[0][:0], parts)
+
+    def add(self, y: torch.Tensor, x: torch.Tensor, scale: float = 1.0) -> None:
+        """y [N, all widths or more] += scale · (x [N, in] @ Aᵀ) @ Bᵀ."""
+        if not self.parts:
+            return
+        h = torch.mm(x.to(y.dtype), self.a.to(y.dtype).T)
+        for first, last, b_ro, offset in self.parts:
+            of_slice = y[:, offset : offset + b_ro.shape[1]]
+            of_slice.addmm_(h[:, first:last], b_ro.to(y.dtype), alpha=scale)
+
+
+def _rank_of(a_ri: torch.Tensor) -> int:
+    used = a_ri.any(dim=1).nonzero()
+    return int(used[-1]) + 1 if len(used) else 0
+
+
+class TrimmedSlots:
+    """vLLM's slots without their padding, which by default is of rank 128. Each is copied when it is first used after a
+    change of any slot of its module."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int], tuple[int, Factors]] = {}
+
+    def of(
+        self, lora_a: Sequence[torch.Tensor], lora_b: Sequence[torch.Tensor], widths: Sequence[int], slot: int
+    ) -> Factors:
+        """A [slots, 1, rank, in] and B [slots, 1, width, rank] per slice, which live as long as the model."""
+        key = lora_a[0].data_ptr(), slot
+        changes = sum(tensor._version for tensor in lora_a)
+        found = self._found.get(key)
+        if found is None or found[0] != changes:
+            found = changes, Factors.of([a[slot, 0] for a in lora_a], [b[slot, 0] for b in lora_b], widths, trim=True)
+            self._found[key] = found
+        return found[1]
 
 
 class _Small(int):
@@ -73,10 +116,15 @@ def allow_large_vocabularies() -> None:
 
 
 def by_segments(wrapper: Any) -> Any:
-    """A subclass of vLLM's `PunicaWrapperCPU` that multiplies once per adapter and skips rows of the base model."""
+    """A subclass of vLLM's `PunicaWrapperCPU` that multiplies once per adapter and by no more than its rank, and skips
+    rows of the base model."""
 
     class PunicaWrapperBySegments(wrapper):
         fixes_base_rows = True
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._trimmed = TrimmedSlots()
 
         def update_metadata(
             self, mapping: Any, lora_index_to_id: Sequence[int | None], *args: Any, **kwargs: Any
@@ -95,8 +143,10 @@ def by_segments(wrapper: Any) -> Any:
             output_slices: Sequence[int],
             **_: Any,
         ) -> None:
+            if not self.token_segments:
+                return
             y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
-            add_lora(y, x, lora_a_stacked, lora_b_stacked, output_slices, self.token_segments, scale)
+            self._add(y, x, lora_a_stacked, lora_b_stacked, output_slices, self.token_segments, scale)
 
         def add_lora_embedding(self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, **_: Any) -> None:
             for slot, start, stop in self.token_segments:
@@ -111,7 +161,20 @@ def by_segments(wrapper: Any) -> Any:
             scale: float,
             **_: Any,
         ) -> None:
-            add_lora(y, x, [lora_a_stacked], [lora_b_stacked], [y.shape[-1]], self._sampled_segments, scale)
+            self._add(y, x, [lora_a_stacked], [lora_b_stacked], [y.shape[-1]], self._sampled_segments, scale)
+
+        def _add(
+            self,
+            y: torch.Tensor,
+            x: torch.Tensor,
+            lora_a: Sequence[torch.Tensor],
+            lora_b: Sequence[torch.Tensor],
+            widths: Sequence[int],
+            rows: Sequence[Segment],
+            scale: float,
+        ) -> None:
+            for slot, start, stop in rows:
+                self._trimmed.of(lora_a, lora_b, widths, slot).add(y[start:stop], x[start:stop], scale)
 
     return PunicaWrapperBySegments
 
@@ -126,7 +189,7 @@ class _OneAdapterHead:
         self, y: torch.Tensor, x: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float, **_: Any
     ) -> None:
         if self._slot is not None:
-            add_lora(y, x, [lora_a], [lora_b], [y.shape[-1]], [(self._slot, 0, len(x))], scale)
+            Factors.of([lora_a[self._slot, 0]], [lora_b[self._slot, 0]], [y.shape[-1]]).add(y, x, scale)
 
 
 class LMHeads:

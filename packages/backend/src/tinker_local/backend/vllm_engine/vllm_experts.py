@@ -11,7 +11,7 @@ from tinker_local.backend.families import family_of
 from tinker_local.backend.training.experts import SILU, ClampedGating
 from tinker_local.backend.training.kernels import TorchKernels
 from tinker_local.backend.vllm_engine.compat_vllm import version
-from tinker_local.backend.vllm_engine.lora_operators import add_lora
+from tinker_local.backend.vllm_engine.lora_operators import Factors
 
 _KERNELS = TorchKernels()
 
@@ -154,6 +154,8 @@ def _add_adapters(
     """Add B A x of each row's adapter to `y` [N, out]. `a`, `b` [slots, E or 1, ...]: 1 where experts share it."""
     runs = torch.nonzero(slots.diff()).flatten() + 1
     edges = [0, *runs.tolist(), len(slots)]
-    found = [(int(slots[start]), start, stop) for start, stop in pairwise(edges) if stop > start and slots[start] >= 0]
-    of_a, of_b = (m[:, expert if m.shape[1] > 1 else 0, None] for m in (a, b))
-    add_lora(y, x, [of_a], [of_b], [y.shape[1]], found, 1.0)
+    of_a, of_b = (m[:, expert if m.shape[1] > 1 else 0] for m in (a, b))
+    for start, stop in pairwise(edges):
+        slot = int(slots[start]) if stop > start else -1
+        if slot >= 0:
+            Factors.of([of_a[slot]], [of_b[slot]], [y.shape[1]]).add(y[start:stop], x[start:stop])
