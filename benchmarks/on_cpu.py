@@ -8,7 +8,7 @@ next. Nothing else should run on the machine.
 
 Sampling: temperature 1 and nothing that ends a sample, with prompts of 45 tokens that no round repeats. `alone`: vLLM's
 `LLM`, which returns no logprobs here, without compilation. `base`: `tinker-local serve` in another process under the
-official SDK, which returns the logprob of each token. `adapter`: the same of the run of rank 16 trained before.
+official SDK, which returns the logprob of each token. `adapter`: the same of a run of rank 16 after a step.
 
 Training: a `forward_backward` and an `optim_step` on 32 sequences of 40 to 260 tokens, LoRA of rank 16 on all linear
 modules but the LM head. `by hand`: transformers and PEFT, sequences sorted by length, eight at a time, padded;
@@ -39,7 +39,7 @@ from harness.machine import describe
 MODEL = "local/small"
 WORK = ((1, 1, 64), (1, 16, 64), (1, 64, 64), (12, 8, 24))
 """Prompts, samples of each, tokens of a sample."""
-RANK, SEQUENCES, STEPS = 16, 32, 2
+RANK, SEQUENCES, STEPS = 16, 32, 1
 WORDS = 2000
 """Token ids of prompts and sequences lie below it."""
 
@@ -194,28 +194,32 @@ def in_turns(ways: Mapping[str, Callable[[int], float]], rounds: int, tokens: in
         yield way, [tokens / each for each in of_way]
 
 
-def measure(model: str, dtype: str, rounds: int, root: Path) -> list[Line]:
+def measure(options: argparse.Namespace, root: Path) -> list[Line]:
     """All lines, with the server's data in `root`."""
-    lines = []
-    with served(root, "--model", f"{MODEL}={model}", "--dtype", dtype) as url:
+    lines: list[Line] = []
+    settings = options.model, options.dtype
+    with served(root, "--model", f"{MODEL}={options.model}", "--dtype", options.dtype) as url:
         service = tinker.ServiceClient(base_url=url, api_key="tml-local")
         run = service.create_lora_training_client(base_model=MODEL, rank=RANK, seed=0, train_unembed=False)
-        with in_a_process(peft_by_hand, model, dtype) as by_hand:
-            trainers = {"by hand": lambda _: by_hand(), "ours": lambda _: train(run)}
-            what, tokens = f"training, {SEQUENCES} sequences", STEPS * sum(map(len, sequences()))
-            lines += [Line(what, *found) for found in in_turns(trainers, rounds, tokens)]
-        base = service.create_sampling_client(base_model=MODEL)
-        adapter = run.save_weights_and_get_sampling_client()
-        with in_a_process(vllm_alone, model, dtype) as alone:
-            for number, work in enumerate(WORK):
-                calls: dict[str, Callable[..., float]] = {
-                    "alone": alone,
-                    "base": partial(sample, base),
-                    "adapter": partial(sample, adapter),
-                }
-                ways = {way: partial(_seeded, call, number, work) for way, call in calls.items()}
-                what, tokens = f"sampling, {work[0]} x {work[1]} x {work[2]}", work[0] * work[1] * work[2]
-                lines += [Line(what, *found) for found in in_turns(ways, rounds, tokens)]
+        if "training" in options.only:
+            with in_a_process(peft_by_hand, *settings) as by_hand:
+                trainers = {"by hand": lambda _: by_hand(), "ours": lambda _: train(run)}
+                what, tokens = f"training, {SEQUENCES} sequences", STEPS * sum(map(len, sequences()))
+                lines += [Line(what, *found) for found in in_turns(trainers, options.rounds, tokens)]
+        if "sampling" in options.only:
+            train(run)  # B is 0 before
+            base = service.create_sampling_client(base_model=MODEL)
+            adapter = run.save_weights_and_get_sampling_client()
+            with in_a_process(vllm_alone, *settings) as alone:
+                for number, work in enumerate(WORK):
+                    calls: dict[str, Callable[..., float]] = {
+                        "alone": alone,
+                        "base": partial(sample, base),
+                        "adapter": partial(sample, adapter),
+                    }
+                    ways = {way: partial(_seeded, call, number, work) for way, call in calls.items()}
+                    what, tokens = f"sampling, {work[0]} x {work[1]} x {work[2]}", work[0] * work[1] * work[2]
+                    lines += [Line(what, *found) for found in in_turns(ways, options.rounds, tokens)]
     return lines
 
 
@@ -240,11 +244,12 @@ def main() -> int:
     parser.add_argument("model", help="the folder of the model")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--only", nargs="+", choices=("training", "sampling"), default=("training", "sampling"))
     parser.add_argument("--out", type=Path, help="folder for dated files of the result")
     options = parser.parse_args()
     os.environ.update(HF_HUB_OFFLINE="1", TINKER_TELEMETRY="0", NO_PROXY="127.0.0.1", TOKENIZERS_PARALLELISM="false")
     with tempfile.TemporaryDirectory() as folder:
-        lines = measure(options.model, options.dtype, options.rounds, Path(folder))
+        lines = measure(options, Path(folder))
     text = "\n".join([*describe(), options.dtype, "", table(lines)])
     print(text)
     if options.out is not None:
