@@ -5,16 +5,16 @@
     python benchmarks/beside_trl.py NAME --model models/smollm2 --device cuda    # one GPU, in bfloat16
     python benchmarks/beside_trl.py /tmp/try --tiny                              # a tiny random model
 
-Both get the same token ids in the same order (their checksums are compared), batches, rank, scale, projections, learning
-rate, AdamW, clipping and normalisation of the loss. SFT learns worked sums, with loss on the answers alone. GRPO learns
-the sums of `examples/rl_sums.py`: eight samples for each prompt, advantages by TRL's formula, its loss `dapo` without a
-KL term. TRL samples with transformers and pads its batches; both are its defaults. It keeps activations, as ours does
-while there is room; `checkpointing` is its default, which does not. On a CPU all is float32.
+Both get the same token ids in the same order (their checksums are compared), batches, rank, scale, projections,
+learning rate, AdamW, clipping and normalisation of the loss. SFT learns worked sums, with loss on the answers alone.
+GRPO learns the sums of `examples/rl_sums.py`: eight samples for each prompt, advantages by TRL's formula, its loss
+`dapo` without a KL term. TRL samples with transformers and pads its batches; both are its defaults. It keeps
+activations, as ours does while there is room; `checkpointing` is its default, which does not. On a CPU all is float32.
 
 TRL runs in an environment that this command makes (uv, and some GB once). Each job is a process; ours of a task share a
 server, whose start counts in the time of each. A job appends a line to NAME.jsonl, and is not run again when it is
-there. NAME.txt has the table of all lines, and `--plot` draws them. On a shared machine look at the column of others:
-threads of a step wait for each other, so that one busy core of others makes steps several times as long.
+there. NAME.txt has the table of all lines, and `--plot` draws them. The column `others` is how many cores other
+programs had on average: threads of a step wait for each other, so one busy core of theirs makes steps much longer.
 """
 
 import argparse
@@ -138,18 +138,22 @@ class ResidentMemory:
         self._stop.set()
         self._thread.join()
 
-    def _watch(self) -> None:
+    def look(self) -> None:
+        """Measure once."""
         import psutil
 
+        total = 0
+        for root in list(self.roots):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(root)
+                for each in (process, *process.children(recursive=True)):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        total += each.memory_info().rss
+        self.peak_gib = max(self.peak_gib, total / 2**30)
+
+    def _watch(self) -> None:
         while not self._stop.wait(self._pause):
-            total = 0
-            for root in list(self.roots):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process = psutil.Process(root)
-                    for each in (process, *process.children(recursive=True)):
-                        with contextlib.suppress(psutil.NoSuchProcess):
-                            total += each.memory_info().rss
-            self.peak_gib = max(self.peak_gib, total / 2**30)
+            self.look()
 
 
 def environment_of(options: argparse.Namespace, *, ours: bool) -> dict[str, str]:

@@ -2,9 +2,9 @@
 
     PYTHON trl_loop.py SETTINGS
 
-A program of another environment, with `trl` and `peft`: it imports nothing of this project. SETTINGS is a JSON file that
-`beside_trl.py` writes; `harness/beside.py` names its fields. Prints a JSON object with the key "step" for each step, and
-others for the start, the held-out problems and the end.
+A program of another environment, with `trl` and `peft`: it imports nothing of this project. SETTINGS is a JSON file
+that `beside_trl.py` writes. Prints a JSON object with the key "step" for each step, and others for the start, the
+held-out problems and the end.
 """
 
 import hashlib

@@ -170,8 +170,10 @@ def found(rows: Sequence[Row], task: str, side: str, variant: str = "") -> list[
 
 def cost_table(rows: Sequence[Row]) -> list[str]:
     """Time and memory of each job. The first step is not in the median, as buffers are made in it."""
-    head = f"{'job':<24}{'steps':>6}{'s/step':>9}{'all steps, s':>14}{'server, s':>11}{'start, s':>10}{'all, s':>8}{'peak GiB':>10}{'others':>8}"
-    lines = [head + (f"{'GPU, GiB':>10}" if any(row.get("device_gib") for row in rows) else "")]
+    widths = {"steps": 6, "s/step": 9, "all steps, s": 14, "server, s": 11, "start, s": 10, "all, s": 8, "peak GiB": 10}
+    on_gpu = any(row.get("device_gib") for row in rows)
+    widths |= {"others": 8} | ({"GPU, GiB": 10} if on_gpu else {})
+    lines = [f"{'job':<24}" + "".join(f"{name:>{width}}" for name, width in widths.items())]
     order = {job: place for place, job in enumerate(JOBS)}
     for row in sorted(rows, key=lambda row: order[Job(*row["job"])]):
         seconds = curve(row, "s")
@@ -232,10 +234,9 @@ def grpo_report(rows: Sequence[Row]) -> list[str]:
         for seed, row in enumerate(group):
             rewards = curve(row, "reward")
             before, after = row["held_out"]
-            lines.append(
-                f"  {name:<13} seed {seed}   steps 1-3 {statistics.fmean(rewards[:3]):.3f}   "
-                f"last 3 {statistics.fmean(rewards[-3:]):.3f}   held out {before['right']} -> {after['right']} of {after['of']}"
-            )
+            held_out = f"held out {before['right']} -> {after['right']} of {after['of']}"
+            first, last = statistics.fmean(rewards[:3]), statistics.fmean(rewards[-3:])
+            lines.append(f"  {name:<13} seed {seed}   steps 1-3 {first:.3f}   last 3 {last:.3f}   {held_out}")
     lines.append("  mean over the steps of the absolute difference of rewards:")
     for name, group in (("TRL's two seeds", trl), ("tinker-local's two seeds", ours)):
         if len(group) > 1:
