@@ -91,7 +91,7 @@ def settings_of(job: Job, options: argparse.Namespace, model: Path, folder: Path
     """What both sides read: numbers, and the data as token ids."""
     from transformers import AutoTokenizer
 
-    numbers = beside.COMMON | beside.TASKS[job.task] | (beside.TINY[job.task] if options.tiny else {})
+    numbers: dict[str, Any] = beside.COMMON | beside.TASKS[job.task] | (beside.TINY[job.task] if options.tiny else {})
     if options.steps:
         numbers["steps"] = options.steps
     if job.variant == "checkpointing":
@@ -102,8 +102,8 @@ def settings_of(job: Job, options: argparse.Namespace, model: Path, folder: Path
         data = {"examples": beside.sft_examples(tokenizer, numbers["steps"] * numbers["batch"])}
     else:
         learned = numbers["steps"] * numbers["batch"] // numbers["group"]
-        data = beside.grpo_problems(tokenizer, learned, numbers.pop("held_out"), job.seed)
-        data["stop"] = beside.stop_tokens(tokenizer)
+        problems = beside.grpo_problems(tokenizer, learned, numbers.pop("held_out"), job.seed)
+        data = {**problems, "stop": beside.stop_tokens(tokenizer)}
     return {
         **numbers,
         **data,
@@ -140,7 +140,7 @@ class ResidentMemory:
 
     def look(self) -> None:
         """Measure once."""
-        import psutil
+        import psutil  # type: ignore[import-untyped]
 
         total = 0
         for root in list(self.roots):

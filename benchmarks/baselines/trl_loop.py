@@ -96,13 +96,13 @@ def callback(losses: list[float], further: Any) -> Any:
 
 
 def sft(settings: dict[str, Any]) -> None:
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
+    from datasets import Dataset  # type: ignore[import-untyped]
+    from trl import SFTConfig, SFTTrainer  # type: ignore[import-not-found]
 
     losses: list[float] = []
     seen = hashlib.sha256()
 
-    class Watched(SFTTrainer):  # type: ignore[misc]
+    class Watched(SFTTrainer):
         def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
             """Also keep the loss with all digits, and which tokens were trained on."""
             for ids, labels, mask in zip(inputs["input_ids"], inputs["labels"], inputs["attention_mask"], strict=True):
@@ -132,7 +132,7 @@ def grpo(settings: dict[str, Any]) -> None:
     losses: list[float] = []
     rollouts: list[dict[str, Any]] = []
 
-    class Watched(GRPOTrainer):  # type: ignore[misc]
+    class Watched(GRPOTrainer):
         def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
             """Also keep what was sampled, so that another trainer can train on the same."""
             loss = super().compute_loss(model, inputs, *arguments, **named)

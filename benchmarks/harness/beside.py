@@ -127,7 +127,7 @@ def sft_examples(tokenizer: Any, count: int, seed: int = 0) -> list[dict[str, li
 
 def grpo_problems(tokenizer: Any, learned: int, held_out: int, seed: int) -> dict[str, list[dict[str, Any]]]:
     """The sums of `examples/rl_sums.py`: `text` and `ids` of the prompt, and the right `answer`."""
-    import rl_sums
+    import rl_sums  # type: ignore[import-not-found]
 
     def made(problem: Any) -> dict[str, Any]:
         text = chat(tokenizer, problem.question) + problem.start

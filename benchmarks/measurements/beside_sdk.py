@@ -61,10 +61,8 @@ class Program:
         import numpy as np
 
         arrays: dict[str, Any] = {name: np.array(values[1:], np.float32) for name, values in inputs.items()}
-        return self.types.Datum(
-            model_input=self.types.ModelInput.from_ints(tokens[:-1]),
-            loss_fn_inputs={"target_tokens": np.array(tokens[1:]), **arrays},
-        )
+        arrays["target_tokens"] = np.array(tokens[1:])
+        return self.types.Datum(model_input=self.types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=arrays)
 
     def update(self, data: list[Any], loss: str, config: dict[str, float] | None = None) -> tuple[float, float]:
         """One step. Returns its loss, and the norm of the gradient before clipping."""

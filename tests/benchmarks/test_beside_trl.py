@@ -162,6 +162,7 @@ def test_rewards_are_reported_when_both_sides_are_there() -> None:
 def test_what_a_program_prints_becomes_a_row() -> None:
     import beside_trl
 
+    printed: list[dict[str, Any]]
     printed = [{"start_s": 2.0}, {"step": 1, "loss": 1.0, "s": 3.0}, {"held_out": 0, "right": 1}, {"sha256": "ab"}]
     assert beside_trl.gathered([*printed, {"total_s": 9.0}]) == {
         "steps": [{"step": 1, "loss": 1.0, "s": 3.0}],
@@ -174,7 +175,7 @@ def test_what_a_program_prints_becomes_a_row() -> None:
 def test_runs_on_other_tokens_end_the_comparison() -> None:
     import beside_trl
 
-    rows = [row("sft", side, 0, loss=[1.0]) | {"sha256": "ab"} for side in ("trl", "ours")]
+    rows: list[dict[str, Any]] = [row("sft", side, 0, loss=[1.0]) | {"sha256": "ab"} for side in ("trl", "ours")]
     shorter = row("sft", "trl", 0, loss=[1.0, 1.0]) | {"sha256": "ef"}
     beside_trl.same_data([*rows, shorter])
     with pytest.raises(SystemExit, match="not all jobs trained on the same tokens: ab, cd"):
