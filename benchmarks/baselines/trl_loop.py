@@ -76,7 +76,6 @@ def callback(losses: list[float], further: Any) -> Any:
     class Steps(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             self.last = time.perf_counter()
-            say(start_s=self.last - BEGAN)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
             if "grad_norm" not in logs:
@@ -214,7 +213,8 @@ def held_out(trainer: Any, settings: dict[str, Any], step: int) -> None:
 
 
 def save_first(trainer: Any, settings: dict[str, Any]) -> None:
-    """The adapter before training."""
+    """The adapter before training; the start ends here."""
+    say(start_s=time.perf_counter() - BEGAN)
     trainer.model.save_pretrained(Path(settings["folder"]) / "first")
 
 
