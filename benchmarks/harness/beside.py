@@ -3,6 +3,7 @@
 A `Row` is the result of one job, a line of the results.
 """
 
+import itertools
 import random
 import statistics
 import sys
@@ -157,6 +158,20 @@ def mean_distance(one: Sequence[float], other: Sequence[float]) -> float:
     return statistics.fmean(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
+def pair_lines(trl: Sequence[Row], ours: Sequence[Row], key: str, digits: int) -> list[str]:
+    """How far two runs of the same program are from each other, and one of each: the mean over all such pairs."""
+    pairs = {
+        "two seeds of TRL": itertools.combinations(trl, 2),
+        "two seeds of tinker-local": itertools.combinations(ours, 2),
+        "one of each, mean of all pairs": itertools.product(trl, ours),
+    }
+    lines = []
+    for name, chosen_pairs in pairs.items():
+        if distances := [mean_distance(curve(one, key), curve(other, key)) for one, other in chosen_pairs]:
+            lines.append(f"    {name:<42}{statistics.fmean(distances):.{digits}f}")
+    return lines
+
+
 def mean_curve(rows: Sequence[Row], key: str) -> list[float]:
     return [statistics.fmean(values) for values in zip(*(curve(row, key) for row in rows), strict=True)]
 
@@ -198,23 +213,17 @@ def sft_report(rows: Sequence[Row]) -> list[str]:
             losses = curve(row, "loss")
             lines.append(f"  {name:<13} seed {seed}   first {losses[0]:.4f}   last {losses[-1]:.4f}")
     lines.append("  mean over the steps of the absolute difference:")
-    if len(trl) > 1:
-        lines.append(
-            f"    TRL's two seeds                           {mean_distance(*(curve(row, 'loss') for row in trl)):.5f}"
-        )
+    lines += pair_lines(trl, ours, "loss", 5)
     middle = mean_curve(trl, "loss")
     for seed, row in enumerate(ours):
-        lines.append(
-            f"    tinker-local seed {seed} and the mean of TRL's  {mean_distance(curve(row, 'loss'), middle):.5f}"
-        )
-    lines.append(f"    the means of both                         {mean_distance(mean_curve(ours, 'loss'), middle):.5f}")
+        distance = mean_distance(curve(row, "loss"), middle)
+        lines.append(f"    {f'tinker-local seed {seed} and the mean of TRL':<42}{distance:.5f}")
     for row in found(rows, "sft", "ours", "same"):
         one, other = curve(row, "loss"), curve(trl[0], "loss")
         largest = max(abs(a - b) for a, b in zip(one, other, strict=True))
-        lines.append(
-            f"    both from TRL's first adapter of seed 0   {mean_distance(one, other):.7f}, at most {largest:.7f}"
-        )
-        lines.append(f"      norm of the gradient, relative           {_relative(row, trl[0])}")
+        name = "both from TRL's first adapter of seed 0"
+        lines.append(f"    {name:<42}{mean_distance(one, other):.7f}, at most {largest:.7f}")
+        lines.append(f"    {'  norm of the gradient, relative':<42}{_relative(row, trl[0])}")
     return lines
 
 
@@ -238,12 +247,7 @@ def grpo_report(rows: Sequence[Row]) -> list[str]:
             first, last = statistics.fmean(rewards[:3]), statistics.fmean(rewards[-3:])
             lines.append(f"  {name:<13} seed {seed}   steps 1-3 {first:.3f}   last 3 {last:.3f}   {held_out}")
     lines.append("  mean over the steps of the absolute difference of rewards:")
-    for name, group in (("TRL's two seeds", trl), ("tinker-local's two seeds", ours)):
-        if len(group) > 1:
-            lines.append(f"    {name:<30}{mean_distance(*(curve(row, 'reward') for row in group)):.3f}")
-    lines.append(
-        f"    {'the means of both':<30}{mean_distance(mean_curve(ours, 'reward'), mean_curve(trl, 'reward')):.3f}"
-    )
+    lines += pair_lines(trl, ours, "reward", 3)
     for row in found(rows, "grpo", "ours", "replay"):
         lines.append("  trained on TRL's samples of seed 0, from its first adapter:")
         lines.append(f"    norm of the gradient, relative: {_relative(row, trl[0])}")

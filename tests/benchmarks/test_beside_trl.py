@@ -138,8 +138,9 @@ def test_the_table_sets_both_beside_the_noise_of_trls_seeds() -> None:
     lines = {
         line.rsplit("  ", 1)[0].strip(): line.rsplit("  ", 1)[1].strip() for line in text.splitlines() if "  " in line
     }
-    assert lines["TRL's two seeds"] == "0.16667"
-    assert lines["tinker-local seed 0 and the mean of TRL's"] == "0.00000"
+    assert lines["two seeds of TRL"] == "0.16667"
+    assert lines["one of each, mean of all pairs"] == "0.08333"
+    assert lines["tinker-local seed 0 and the mean of TRL"] == "0.00000"
     assert lines["both from TRL's first adapter of seed 0"] == "0.0833333, at most 0.2500000"
     assert lines["norm of the gradient, relative"] == "1.67e-01, at most 5.00e-01"
     [cost] = [line for line in text.splitlines() if line.startswith("sft.ours.0 ")]
@@ -156,7 +157,7 @@ def test_rewards_are_reported_when_both_sides_are_there() -> None:
     text = beside.text(rows, [])
     assert "steps 1-3 0.300" in text
     assert "held out 3 -> 5 of 10" in text
-    assert re.search(r"the means of both +0\.100", text)
+    assert re.search(r"one of each, mean of all pairs +0\.100", text)
 
 
 def test_what_a_program_prints_becomes_a_row() -> None:
