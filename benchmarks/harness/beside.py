@@ -259,33 +259,42 @@ def text(rows: Sequence[Row], head: Sequence[str]) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Losses and rewards by step, as a picture."""
+    """Losses, their distance from TRL's first seed, and rewards by step, as a picture; second seeds are dotted."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, places = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    for axes, task, key, title in zip(
-        places, ("sft", "grpo"), ("loss", "reward"), ("SFT: loss", "GRPO: mean reward"), strict=True
-    ):
-        for side, name, colour in (("trl", "TRL", "tab:orange"), ("ours", "tinker-local", "tab:blue")):
-            for seed, row in enumerate(found(rows, task, side)):
-                values = curve(row, key)
-                label = name if seed == 0 else None
-                axes.plot(range(1, len(values) + 1), values, color=colour, linestyle="-:"[seed % 2], label=label)
-        for row in found(rows, task, "ours", "same"):
-            values = curve(row, key)
-            axes.plot(
-                range(1, len(values) + 1),
-                values,
-                "x",
-                color="black",
-                markersize=4,
-                label="tinker-local from TRL's adapter",
+    groups = [
+        (side, name, colour, width, style, row)
+        for side, name, colour, width in (("trl", "TRL", "tab:orange", 4), ("ours", "tinker-local", "tab:blue", 1.5))
+        for style, row in zip("-:", found(rows, "sft", side), strict=False)
+    ]
+    figure, (losses, distances, rewards) = pyplot.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
+    base = next((curve(row, "loss") for side, *_, row in groups if side == "trl"), [])
+    for _, name, colour, width, style, row in groups:
+        values = curve(row, "loss")
+        steps, label = range(1, len(values) + 1), name if style == "-" else f"{name}, another adapter"
+        losses.plot(steps, values, color=colour, linewidth=width, linestyle=style)
+        if len(values) == len(base) and values != base:
+            distances.plot(steps, [a - b for a, b in zip(values, base, strict=True)], style, color=colour, label=label)
+    for row in found(rows, "sft", "ours", "same"):
+        values = curve(row, "loss")
+        losses.plot(range(1, len(values) + 1), values, "x", color="black", markersize=4)
+        if len(values) == len(base):
+            distance = [a - b for a, b in zip(values, base, strict=True)]
+            distances.plot(
+                range(1, len(values) + 1), distance, "x-", color="black", label="tinker-local, TRL's adapter"
             )
-        axes.set(xlabel="step", title=title)
+    for side, name, colour in (("trl", "TRL", "tab:orange"), ("ours", "tinker-local", "tab:blue")):
+        for style, row in zip("-:", found(rows, "grpo", side), strict=False):
+            values = curve(row, "reward")
+            rewards.plot(range(1, len(values) + 1), values, style, color=colour, label=name if style == "-" else "")
+    losses.set(xlabel="step", title="SFT: loss")
+    distances.set(xlabel="step", title="SFT: loss less that of TRL, seed 0")
+    rewards.set(xlabel="step", title="GRPO: mean reward, two seeds")
+    for axes in (distances, rewards):
         if axes.lines:
-            axes.legend(fontsize="small")
+            axes.legend(fontsize="x-small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
