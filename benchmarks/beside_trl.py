@@ -331,9 +331,7 @@ def main() -> None:
                 same_data(rows)
                 with results.open("a") as file:
                     file.write(json.dumps(rows[-1]) + "\n")
-                table.write_text(
-                    beside.text(rows, [*rows[-1]["machine"], f"TRL {TRL}; {model.name}, {options.device}"])
-                )
+    table.write_text(beside.text(rows, [*rows[-1]["machine"], f"TRL {TRL}; {model.name}, {options.device}"]))
     print(table.read_text())
     if options.plot:
         beside.draw(rows, options.plot)

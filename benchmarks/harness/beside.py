@@ -270,7 +270,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         for side, name, colour, width in (("trl", "TRL", "tab:orange", 4), ("ours", "tinker-local", "tab:blue", 1.5))
         for style, row in zip("-:", found(rows, "sft", side), strict=False)
     ]
-    figure, (losses, distances, rewards) = pyplot.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
+    with_rewards = bool(found(rows, "grpo", "trl") and found(rows, "grpo", "ours"))
+    figure, places = pyplot.subplots(
+        1, 2 + with_rewards, figsize=(11 if with_rewards else 8, 3.2), layout="constrained"
+    )
+    losses, distances, *others = places
     base = next((curve(row, "loss") for side, *_, row in groups if side == "trl"), [])
     for _, name, colour, width, style, row in groups:
         values = curve(row, "loss")
@@ -286,14 +290,15 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             distances.plot(
                 range(1, len(values) + 1), distance, "x-", color="black", label="tinker-local, TRL's adapter"
             )
-    for side, name, colour in (("trl", "TRL", "tab:orange"), ("ours", "tinker-local", "tab:blue")):
-        for style, row in zip("-:", found(rows, "grpo", side), strict=False):
-            values = curve(row, "reward")
-            rewards.plot(range(1, len(values) + 1), values, style, color=colour, label=name if style == "-" else "")
+    for axes in others:
+        for side, name, colour in (("trl", "TRL", "tab:orange"), ("ours", "tinker-local", "tab:blue")):
+            for style, row in zip("-:", found(rows, "grpo", side), strict=False):
+                values = curve(row, "reward")
+                axes.plot(range(1, len(values) + 1), values, style, color=colour, label=name if style == "-" else "")
+        axes.set(xlabel="step", title="GRPO: mean reward, two seeds")
     losses.set(xlabel="step", title="SFT: loss")
     distances.set(xlabel="step", title="SFT: loss less that of TRL, seed 0")
-    rewards.set(xlabel="step", title="GRPO: mean reward, two seeds")
-    for axes in (distances, rewards):
+    for axes in (distances, *others):
         if axes.lines:
             axes.legend(fontsize="x-small")
     path.parent.mkdir(parents=True, exist_ok=True)
