@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import demo_seeds
 import psutil
@@ -25,7 +26,7 @@ EXAMPLES = demo_seeds.EXAMPLES
 COLUMNS = ("most_frequent", "questions_alone", "with_pictures")
 
 
-def table(rows: list[dict]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """As it is kept in benchmarks/results."""
     lines = [
         "seed  held out  most frequent  questions alone  with pictures  yes or no   shape  colour  processor s    s"
@@ -43,7 +44,7 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def run(seed: int, folder: Path, further: list[str]) -> dict:
+def run(seed: int, folder: Path, further: list[str]) -> dict[str, Any]:
     """Model, server and example; its report with the time of all three."""
     begin, started = demo_seeds.children_s(), time.monotonic()
     model, out = folder / "model", folder / "report.json"
@@ -57,7 +58,7 @@ def run(seed: int, folder: Path, further: list[str]) -> dict:
     finally:
         server.terminate()
         server.wait()
-    report: dict = json.loads(out.read_text())
+    report: dict[str, Any] = json.loads(out.read_text())
     return report | {"processor_s": used, "seconds": time.monotonic() - started}
 
 

@@ -59,11 +59,15 @@ def test_it_matters_what_is_drawn_and_not_where(tower: Any) -> None:
 def test_colours_and_outlines_can_be_read_off_by_a_linear_map(tower: Any) -> None:
     rng = np.random.default_rng(0)
     colours, outlines = rng.integers(0, len(COLOURS), 900), rng.integers(0, len(OUTLINES), 900)
+    sizes = rng.uniform(12, 28, 900)
     images = [
-        drawing(OUTLINES[outline], COLOURS[colour], size := rng.uniform(12, 28), *rng.uniform(2, 62 - size, 2))
-        for colour, outline in zip(colours, outlines, strict=True)
+        drawing(OUTLINES[outline], COLOURS[colour], size, *rng.uniform(2, 62 - size, 2))
+        for colour, outline, size in zip(colours, outlines, sizes, strict=True)
     ]
-    inputs = np.c_[tower(images), np.ones(len(images))]
+    features = tower(images)
+    variances = np.linalg.eigvalsh(np.cov(features.T))
+    assert variances.sum() ** 2 / (variances**2).sum() > 5  # directions that share the variance: for gradients to find
+    inputs = np.c_[features, np.ones(len(images))]
 
     def share_read(classes: npt.NDArray[np.int64]) -> float:
         """Of the last third, by the closest of as many outputs as there are classes, fitted to the rest."""
