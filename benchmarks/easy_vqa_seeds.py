@@ -23,17 +23,17 @@ import psutil
 from rich.console import Console
 
 EXAMPLES = demo_seeds.EXAMPLES
-COLUMNS = ("most_frequent", "questions_alone", "with_pictures")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """As it is kept in benchmarks/results."""
     lines = [
-        "seed  held out  most frequent  questions alone  with pictures  yes or no   shape  colour  processor s    s"
-        "  again    SDK   chat  openai  other answers  other prompts"
+        "seed  held out  most frequent  by question  questions alone  with pictures  yes or no   shape  colour"
+        "  processor s    s  again    SDK   chat  openai  other answers  other prompts"
     ]
     lines += [
-        f"{row['seed']:4} {row['held_out']:9,} {row['most_frequent']:14.1%} {row['questions_alone']:16.1%} "
+        f"{row['seed']:4} {row['held_out']:9,} {row['most_frequent']:14.1%} "
+        f"{row['most_frequent_by_question']:12.1%} {row['questions_alone']:16.1%} "
         f"{row['with_pictures']:14.1%} {row['kinds']['yes or no']:10.1%} {row['kinds']['shape']:7.1%} "
         f"{row['kinds']['colour']:7.1%} {row['processor_s']:12.0f} {row['seconds']:4.0f} {row['asked_again']:6} "
         f"{row['sdk']:6.1%} {row['chat']:6.1%} {row['openai']:7.1%} {row['other_answers']:14} {row['other_prompts']:14}"

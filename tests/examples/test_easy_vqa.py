@@ -17,6 +17,7 @@ from tests.conftest import VISION
 
 ROOT = Path(__file__).parents[2]
 EASY_VQA = ROOT / ".test-files" / "easy-vqa"
+SHORT = ["--steps", "60", "--blind-steps", "60", "--learning-rate", "1e-2"]
 COLOURS = {"red": (220, 30, 30), "blue": (40, 60, 220)}
 
 
@@ -105,7 +106,7 @@ def test_the_answer_alone_is_trained_on_after_the_prompt_of_the_chat_template(
 @pytest.mark.more
 def test_a_run_on_drawings_answers_the_same_through_all_apis(real_server: Any, drawings: Path, tmp_path: Path) -> None:
     """The tiny model learns this by heart; blind, it can tell one of two colours."""
-    settings = ["--steps", "60", "--batch-size", "16", "--learning-rate", "1e-2", "--print-every", "30"]
+    settings = [*SHORT, "--batch-size", "16", "--print-every", "30"]
     out = tmp_path / "report.json"
     server = ["--base-url", real_server.url, "--model", VISION, "--data", str(drawings)]
     done = run(*server, *settings, "--min-accuracy", "0.7", "--out", str(out))
@@ -125,7 +126,7 @@ def test_a_run_on_drawings_answers_the_same_through_all_apis(real_server: Any, d
 @pytest.mark.more
 def test_a_run_below_the_mark_fails(real_server: Any, drawings: Path) -> None:
     server = ["--base-url", real_server.url, "--model", VISION, "--data", str(drawings)]
-    done = run(*server, "--steps", "1", "--ask-again", "0", "--min-accuracy", "0.9")
+    done = run(*server, "--steps", "1", "--blind-steps", "1", "--ask-again", "0", "--min-accuracy", "0.9")
     assert done.returncode == 1
     assert "right is below 90%" in done.stderr
 
@@ -147,7 +148,7 @@ def test_the_parts_of_easy_vqa_have_no_picture_in_common(example: ModuleType) ->
 @pytest.mark.skipif(not EASY_VQA.exists(), reason="no easy-vqa here: python scripts/fetch_test_files.py easy-vqa")
 def test_a_short_run_on_easy_vqa_beats_the_most_frequent_answer(real_server: Any, tmp_path: Path) -> None:
     """What all steps reach is in benchmarks/results; these learn little more than what fits which question."""
-    settings = ["--steps", "60", "--batch-size", "32", "--learning-rate", "1e-2", "--held-out", "200"]
+    settings = [*SHORT, "--batch-size", "32", "--held-out", "200"]
     out = tmp_path / "report.json"
     server = ["--base-url", real_server.url, "--model", VISION]
     done = run(*server, *settings, "--ask-again", "20", "--min-accuracy", "0", "--out", str(out))
