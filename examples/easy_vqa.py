@@ -23,13 +23,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import tinker_local.client as tinker
 from openai import OpenAI
-from saving import add_options, connect, save, training_client
+from saving import add_options, connect, first_step, save, training_client
 from tinker_local.client import image_chunk, model_input
 from transformers import AutoImageProcessor
 
@@ -37,6 +38,7 @@ FOLDER = Path(__file__).parents[1] / ".test-files" / "easy-vqa"
 SIDE = 64
 """Pixels per side of the pictures."""
 
+SHAPES = ("circle", "rectangle", "triangle")
 MAX_TOKENS = 8
 """Of an answer. The longest has five tokens of the tiny model, with the one that ends it."""
 
@@ -148,17 +150,20 @@ def train(
     steps: int,
     *,
     picture: bool,
+    begin: int = 0,
 ) -> None:
-    """Train for `steps` on batches of the questions; prints the loss, in nats per answer."""
+    """Train from step `begin` to `steps` on batches of the questions; prints the loss, in nats per answer."""
     name = "with pictures" if picture else "questions alone"
     started, sent = time.monotonic(), deque[tuple[Any, Any]]()
-    data = batches(questions, options.batch_size, options.seed)
-    for step in range(1, steps + 1):
+    data = islice(batches(questions, options.batch_size, options.seed), begin, None)
+    for step in range(begin + 1, steps + 1):
         rate = options.learning_rate * min(1.0, step / options.warmup)
         rate *= 0.5 * (1 + math.cos(math.pi * (step - 1) / steps))
         gradient = client.forward_backward([task.datum(one, picture=picture) for one in next(data)], "cross_entropy")
         adam = tinker.AdamParams(learning_rate=rate, beta2=0.99, eps=1e-8, grad_clip_norm=options.clip)
         sent.append((gradient, client.optim_step(adam)))
+        if picture and options.save_every and step % options.save_every == 0 and step < steps:
+            save(client, "easy_vqa", step)
         # The next step is made and sent while the server works on this one.
         while len(sent) > (1 if step < steps else 0):
             (gradient, update), at = sent.popleft(), step - len(sent)
@@ -215,7 +220,7 @@ def again(options: argparse.Namespace, sampler: str, replies: list[Reply], quest
     said, answered = by_chat(options.base_url, sampler, questions), by_openai(options.base_url, sampler, questions)
     if len(said) != len(questions):
         raise SystemExit(f"error: tinker-local chat printed {len(said)} lines for {len(questions)} questions")
-    found = {
+    return {
         "asked_again": len(questions),
         "sdk": share_right(replies, questions),
         "chat": float(np.mean([text == one.answer for text, one in zip(said, questions, strict=True)])),
@@ -230,25 +235,25 @@ def again(options: argparse.Namespace, sampler: str, replies: list[Reply], quest
             abs(reply.logprob - answer.logprob) for reply, answer in zip(replies, answered, strict=True)
         ),
     }
-    return found
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train, measure, and ask again."""
     learned, held_out = read(options.data, "train"), read(options.data, "test")
     if options.held_out:
-        held_out = random.Random(0).sample(held_out, options.held_out)
+        held_out = random.Random(0).sample(held_out, min(options.held_out, len(held_out)))
     frequent = most_frequent(learned, lambda one: "")
     by_question = most_frequent(learned, lambda one: one.text)
     with connect(options) as service:
         layout = tinker.PromptLayout("picture-first", SIDE)
         client = training_client(service, options, rank=options.rank, seed=options.seed, layout=layout)
         task = Task(client)
-        train(client, task, learned, options, options.steps, picture=True)
+        train(client, task, learned, options, options.steps, picture=True, begin=first_step(options))
         saved = save(client, "easy_vqa")
         sampler = service.create_sampling_client(model_path=saved.sampler).result()
         replies = task.replies(sampler, held_out)
-        blind = training_client(service, options, rank=options.rank, seed=options.seed)
+        lora = {"rank": options.rank, "seed": options.seed}
+        blind = service.create_lora_training_client(base_model=options.model, **lora).result()
         train(blind, task, learned, options, options.blind_steps, picture=False)
         blind_sampler = blind.save_weights_and_get_sampling_client().result()
         report = {
@@ -273,9 +278,6 @@ def by_kind(replies: list[Reply], questions: list[Question]) -> dict[str, float]
         kind = {"yes": "yes or no", "no": "yes or no"}.get(one.answer, "shape" if one.answer in SHAPES else "colour")
         kinds.setdefault(kind, []).append(reply.text == one.answer)
     return {kind: float(np.mean(right)) for kind, right in sorted(kinds.items())}
-
-
-SHAPES = ("circle", "rectangle", "triangle")
 
 
 def show(report: dict[str, Any]) -> None:
