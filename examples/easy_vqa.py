@@ -6,9 +6,9 @@
     python examples/easy_vqa.py --model local/drawings-vl
 
 Trains two LoRA adapters on questions in the same order: one sees the picture before each question, the other sees no
-pictures, and soon learns no more. Prints how many questions about held-out pictures each answers right at temperature 0,
-beside the share of the most frequent answer. Then it asks some of them again, with `tinker-local chat` and with OpenAI's
-client, which must give the same answers. Saves the adapter that sees, at the end and every --save-every steps.
+pictures, and takes fewer steps. Prints how many held-out questions each answers right at temperature 0, beside the
+share of the most frequent answer. Then it asks some again, with `tinker-local chat` and with OpenAI's client, which
+must give the same answers. Saves the adapter that sees, at the end and every --save-every steps.
 """
 
 import argparse
