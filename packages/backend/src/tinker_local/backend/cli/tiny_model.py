@@ -31,11 +31,11 @@ ALIASES = {"text": "qwen3", "vl": "qwen3_vl"}
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The folder to write.")
 @click.option(
     "--preset",
-    type=click.Choice(["tiny", "demo", "mosaic"]),
+    type=click.Choice(["tiny", "demo", "mosaic", "drawings"]),
     default="tiny",
     show_default=True,
     help="What the model is laid out for: demo reads strokes (kinds with the vision tower of Qwen3-VL), mosaic sees "
-    "where colours are (vl).",
+    "where colours are (vl), drawings which colours and outlines there are (vl).",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the random weights.")
 def tiny_model(kind: str, out: Path, preset: str, seed: int) -> None:
@@ -45,7 +45,7 @@ def tiny_model(kind: str, out: Path, preset: str, seed: int) -> None:
     family: Any = ALIASES.get(kind, kind)
     if (out / "config.json").exists():
         raise click.UsageError(f"--out: {out} already holds a model")
-    presets = {"demo": tiny_models.DEMO_FAMILIES, "mosaic": ("qwen3_vl",)}
+    presets = {"demo": tiny_models.DEMO_FAMILIES, "mosaic": ("qwen3_vl",), "drawings": ("qwen3_vl",)}
     if preset != "tiny" and family not in presets[preset]:
         raise click.UsageError(f"--preset {preset}: only for --kind {', '.join(presets[preset])}, not {kind}")
     try:
@@ -53,6 +53,8 @@ def tiny_model(kind: str, out: Path, preset: str, seed: int) -> None:
             tiny_models.make_demo_vl_model(out, seed=seed, family=family)
         elif preset == "mosaic":
             tiny_models.make_mosaic_vl_model(out, seed=seed)
+        elif preset == "drawings":
+            tiny_models.make_drawings_vl_model(out, seed=seed)
         elif family in VISION_KINDS:
             tiny_models.make_tiny_vl_model(out, seed=seed, family=family)
         else:

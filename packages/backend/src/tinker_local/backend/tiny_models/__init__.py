@@ -1,6 +1,7 @@
 """Models of random weights that are made in seconds without a network, for tests, the examples and the demo."""
 
 from tinker_local.backend.tiny_models.demo_model import DEMO_FAMILIES, make_demo_vl_model
+from tinker_local.backend.tiny_models.drawings_model import make_drawings_vl_model
 from tinker_local.backend.tiny_models.make_models import (
     make_experts_alike,
     make_tiny_text_model,
@@ -19,6 +20,7 @@ __all__ = [
     "TextShape",
     "VisionShape",
     "make_demo_vl_model",
+    "make_drawings_vl_model",
     "make_experts_alike",
     "make_mosaic_vl_model",
     "make_tiny_text_model",

@@ -175,23 +175,25 @@ def _curves(rng: np.random.Generator) -> Array:
     """Pictures [curves, copies, 64] of random curves, white (1) on black (-1); copies differ in bend and place."""
     fine = 2 * _CELLS
     cells = (np.arange(fine) + 0.5) / 2
-    along = np.linspace(0, 1, 12)[:, None]
     pictures = np.empty((_CURVES, _COPIES, fine, fine), np.float32)
     for copies in pictures:
         shape = rng.uniform(1, _CELLS - 1, (rng.integers(3, 6), 2)) - _CELLS / 2
         for picture in copies:
             points = shape @ (np.eye(2) + 0.15 * rng.standard_normal((2, 2))) + 0.5 * rng.standard_normal(shape.shape)
             points += _CELLS / 2 + rng.uniform(-0.6, 0.6, 2)
-            middles = np.concatenate([points[:1], (points[1:] + points[:-1]) / 2, points[-1:]])
-            # A quadratic spline: pieces between the middles, bent by the points.
-            pieces = zip(middles[:-1], points, middles[1:], strict=True)
-            curve = np.concatenate(
-                [a * (1 - along) ** 2 + 2 * b * along * (1 - along) + c * along**2 for a, b, c in pieces]
-            )
+            curve = spline(points)
             squares = (cells[:, None, None] - curve[:, 0]) ** 2 + (cells[:, None] - curve[:, 1]) ** 2
             picture[:] = np.clip((rng.uniform(0.4, 0.9) - np.sqrt(squares.min(-1))) * 2 + 0.5, 0, 1)
     means = pictures.reshape(_CURVES, _COPIES, _CELLS, 2, _CELLS, 2).mean((3, 5))
     return np.asarray(means.reshape(_CURVES, _COPIES, -1) * 2 - 1, np.float32)
+
+
+def spline(points: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Places [12 n, 2] along a quadratic spline of `points` [n, 2]: pieces between the middles, bent by the points."""
+    along = np.linspace(0, 1, 12)[:, None]
+    middles = np.concatenate([points[:1], (points[1:] + points[:-1]) / 2, points[-1:]])
+    pieces = zip(middles[:-1], points, middles[1:], strict=True)
+    return np.concatenate([a * (1 - along) ** 2 + 2 * b * along * (1 - along) + c * along**2 for a, b, c in pieces])
 
 
 def _discriminants(curves: Array, filters: Array, offsets: Array, count: int) -> tuple[Array, Array]:
@@ -201,7 +203,7 @@ def _discriminants(curves: Array, filters: Array, offsets: Array, count: int) ->
     curves, in units of how much they differ between copies of a curve.
     """
     pooling = _pooling()
-    maps = [_gelu(copies @ filters.T + offsets).reshape(-1, _FILTERS, _CELLS**2) for copies in curves.swapaxes(0, 1)]
+    maps = [gelu(copies @ filters.T + offsets).reshape(-1, _FILTERS, _CELLS**2) for copies in curves.swapaxes(0, 1)]
     pooled = np.stack([(copies @ pooling.T).reshape(_CURVES, -1) for copies in maps], 1)
     means = pooled.mean(1)
     centre = means.mean(0)
@@ -222,6 +224,6 @@ def _pooling() -> Array:
     return np.kron(weights, weights).astype(np.float32)
 
 
-def _gelu(x: Array) -> Array:
+def gelu(x: Array) -> Array:
     """GELU in its tanh form, which the tower uses."""
     return np.asarray(0.5 * x * (1 + np.tanh(float(np.sqrt(2 / np.pi)) * (x + 0.044715 * x * x * x))), np.float32)
