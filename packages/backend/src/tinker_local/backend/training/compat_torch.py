@@ -73,32 +73,6 @@ def mm_into_float32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None
         torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
-_WORTH_A_PRIMITIVE = 2**24
-"""Multiplications from which oneDNN is worth it, which prepares code for each new shape of its operands."""
-
-
-def times(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x weight^T + bias, [T, in] and [out, in] -> [T, out], without autograd."""
-    if _by_onednn(x, weight):
-        found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return found
-    return x @ weight.T if bias is None else torch.addmm(bias, x, weight.T)
-
-
-def times_onto(onto: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, keep: bool = False) -> torch.Tensor:
-    """onto + x weight^T, without autograd. May overwrite `onto` [T, out] unless `keep`."""
-    if _by_onednn(x, weight):
-        found: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, onto, weight, None, "add")
-        return found
-    return torch.addmm(onto, x, weight.T) if keep else onto.addmm_(x, weight.T)
-
-
-def _by_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """On a CPU torch multiplies float32 with MKL, which on processors of AMD takes up to twice as long as oneDNN."""
-    large = x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() * len(weight) >= _WORTH_A_PRIMITIVE
-    return large and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
 def all_gather(output: torch.Tensor, input: torch.Tensor, group: Any, *, async_op: bool) -> Any:
     """Gather the `input` of all ranks of `group` into `output`, one after the other. 2.13 has it under a new name."""
     gather: Any = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor

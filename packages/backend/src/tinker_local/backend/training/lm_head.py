@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from tinker_local.backend.families.family import PLAIN_LOGITS, LogitRule
-from tinker_local.backend.training.compat_torch import times, times_onto
 from tinker_local.backend.training.kernels import Kernels
 from tinker_local.backend.training.lora_batch import LowRank
 from tinker_local.backend.training.transfer import to_device
@@ -128,7 +127,7 @@ class LmHead:
         if slope is not None:
             grad_logits *= slope
 
-        grad_x = times(grad_logits, self.weight.T)
+        grad_x = grad_logits @ self.weight
         if part is not None and h is not None and low_rank is not None:
             grad_h = part.up_gradient(h, (grad_logits,))
             part.write_a_gradient(grad_h, x)
@@ -142,10 +141,10 @@ class LmHead:
         """Logits [C, V] of rows `x` [C, H]; the adapters' h; and their low rank for these rows, with its own memory for
         gradients."""
         if low_rank is None:
-            return self._with_rule(times(x, self.weight)), None, None
+            return self._with_rule(x @ self.weight.T), None, None
         part = _with_own_gradients(low_rank.rows(chunk.rows))
         h = part.down(x)
-        return self._with_rule(times_onto(h[:, 0] @ part.b[0].T, x, self.weight)), h, part
+        return self._with_rule((h[:, 0] @ part.b[0].T).addmm_(x, self.weight.T)), h, part
 
     def _with_rule(self, logits: torch.Tensor) -> torch.Tensor:
         """Turn the projection's output into logits, in place."""

@@ -128,11 +128,11 @@ def project(
     """h [T, p, R] and x weight^T + bias + low rank. The low rank is computed first: the large matmul accumulates onto
     it, which saves a pass over the output."""
     if low_rank is None:
-        return None, compat_torch.times(x, weight, bias)
+        return None, x @ weight.T if bias is None else torch.addmm(bias, x, weight.T)
     h = low_rank.down(x)
     output = x.new_empty(len(x), len(weight))
     low_rank.up(h, parts(output))
-    output = compat_torch.times_onto(output, x, weight)
+    output.addmm_(x, weight.T)
     return h, output if bias is None else output.add_(bias)
 
 
@@ -141,9 +141,9 @@ def project_onto(
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """h [T, 1, R] and residual + x weight^T + low rank, for a group of one projection."""
     if low_rank is None:
-        return None, compat_torch.times_onto(residual, x, weight, keep=True)
+        return None, torch.addmm(residual, x, weight.T)
     h = low_rank.down(x)
-    return h, compat_torch.times_onto(torch.addmm(residual, h[:, 0], low_rank.b[0].T), x, weight)
+    return h, torch.addmm(residual, h[:, 0], low_rank.b[0].T).addmm_(x, weight.T)
 
 
 def project_backward(
@@ -156,7 +156,7 @@ def project_backward(
 ) -> torch.Tensor:
     """The gradient of x from that of the output. Writes the adapters' gradients."""
     if low_rank is None:
-        return compat_torch.times(grad, weight.T)
+        return grad @ weight
     assert h is not None, "kept or recomputed before the backward"
     grad_h = low_rank.up_gradient(h, parts(grad))
     low_rank.write_a_gradient(grad_h, x)
@@ -168,8 +168,8 @@ def through(
 ) -> torch.Tensor:
     """grad weight + grad_h A: the gradient of a group's input from those of its output and h."""
     if low_rank is None or grad_h is None:
-        return compat_torch.times(grad, weight.T)
-    return compat_torch.times_onto(grad_h.flatten(1) @ low_rank.a, grad, weight.T)
+        return grad @ weight
+    return (grad_h.flatten(1) @ low_rank.a).addmm_(grad, weight)
 
 
 def whole(output: torch.Tensor) -> tuple[torch.Tensor, ...]:
