@@ -12,7 +12,7 @@ official SDK, which returns the logprob of each token. `adapter`: the same of a 
 
 Training: a `forward_backward` and an `optim_step` on 32 sequences of 40 to 260 tokens, LoRA of rank 16 on all linear
 modules but the LM head. `by hand`: transformers and PEFT, sequences sorted by length, eight at a time, padded;
-`ours`: the SDK against the server, with each step sent before the result of the one before it is read.
+`ours`: the SDK against the server.
 """
 
 import argparse
@@ -79,6 +79,7 @@ def in_a_process(make: Callable[..., Callable[..., Any]], *settings: str) -> Ite
     here, there = context.Pipe()
     process = context.Process(target=_answer, args=(there, make, *settings))
     process.start()
+    there.close()  # or the end of the process would not be noticed
 
     def call(*arguments: Any) -> Any:
         here.send(arguments)
@@ -200,7 +201,7 @@ def measure(options: argparse.Namespace, root: Path) -> list[Line]:
     settings = options.model, options.dtype
     with served(root, "--model", f"{MODEL}={options.model}", "--dtype", options.dtype) as url:
         service = tinker.ServiceClient(base_url=url, api_key="tml-local")
-        run = service.create_lora_training_client(base_model=MODEL, rank=RANK, seed=0, train_unembed=False)
+        run = service.create_lora_training_client(base_model=MODEL, rank=RANK, seed=0, train_unembed=False).result()
         if "training" in options.only:
             with in_a_process(peft_by_hand, *settings) as by_hand:
                 trainers = {"by hand": lambda _: by_hand(), "ours": lambda _: train(run)}
@@ -208,8 +209,8 @@ def measure(options: argparse.Namespace, root: Path) -> list[Line]:
                 lines += [Line(what, *found) for found in in_turns(trainers, options.rounds, tokens)]
         if "sampling" in options.only:
             train(run)  # B is 0 before
-            base = service.create_sampling_client(base_model=MODEL)
-            adapter = run.save_weights_and_get_sampling_client()
+            base = service.create_sampling_client(base_model=MODEL).result()
+            adapter = run.save_weights_and_get_sampling_client().result()
             with in_a_process(vllm_alone, *settings) as alone:
                 for number, work in enumerate(WORK):
                     calls: dict[str, Callable[..., float]] = {

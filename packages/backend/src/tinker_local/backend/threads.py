@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
+from tinker_local.backend.cpu_threads import without_pool
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -27,7 +29,8 @@ class Threads:
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         """Call `function` in one of the threads. Cancelling takes the call out of the queue, unless it has begun."""
-        return asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *args, **kwargs))
+        call = partial(without_pool, function, *args, **kwargs)
+        return asyncio.get_running_loop().run_in_executor(self._executor, call)
 
 
 def _yield_cores(nice: int) -> None:

@@ -16,11 +16,13 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.cpu_threads import without_pool
 from tinker_local.backend.models.agreement import Agreement, worst
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.rotations import Compared, Rotate, Rotations, compare_rotations
@@ -52,7 +54,8 @@ async def compare_positions(
         return lambda layers, positions: asyncio.run_coroutine_threadsafe(rotated(layers, positions), loop).result()
 
     of_trainer, of_sampler = waited(trainer), waited(sampler)
-    return await asyncio.to_thread(compare_rotations, of_trainer, of_sampler, limit, ROUNDING[dtype], images=images)
+    compare = partial(compare_rotations, of_trainer, of_sampler, limit, ROUNDING[dtype], images=images)
+    return await asyncio.to_thread(without_pool, compare)
 
 
 def refusal(compared: Compared, limit: int) -> str | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.cpu_threads import without_pool
 from tinker_local.backend.models.adapter_check import TARGETS, adapter_on, largest_difference
 from tinker_local.backend.models.agreement import (
     DRAWS,
@@ -223,7 +224,7 @@ class ServedModel:
         vocab_size, window = engines.trainer.vocab_size, engines.sliding_window
         with self._comparing():
             self.probes = await asyncio.to_thread(
-                make_probes, engines.renderer, vocab_size, limit, window, max_image_pixels
+                without_pool, make_probes, engines.renderer, vocab_size, limit, window, max_image_pixels
             )
             start = time.monotonic()
             draws = await self.scheduler.call(trainer_draws, engines.trainer, None, self.probes.base)

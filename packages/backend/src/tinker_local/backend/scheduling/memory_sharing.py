@@ -13,10 +13,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.cpu_threads import without_pool
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.sampling.sampler import AdapterVersion, DrawnTokens, Sampler, SampleWork
@@ -229,7 +231,7 @@ class MemorySharing:
     async def in_turn(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a method of the trainer in its thread, for a caller whose turn it is."""
         life = self._life
-        result = await self._loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
+        result = await self._loop.run_in_executor(self._thread, partial(without_pool, function, *args, **kwargs))
         self._check_life(life)
         return result
 

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from tinker_local.backend.cpu_threads import leave_pool
 from tinker_local.backend.heap import freeze_heap
 from tinker_local.backend.sampling.sampler import ignore_begin
 from tinker_local.types import InternalError
@@ -286,6 +287,8 @@ class EngineThread:
         """Run queued commands; sleep while there is nothing to step. False to end the thread."""
         while True:
             idle = not any(engine.in_flight for engine in self._engines)
+            if idle and self._commands.empty():
+                leave_pool()
             try:
                 command = self._commands.get(block=idle)
             except queue.Empty:

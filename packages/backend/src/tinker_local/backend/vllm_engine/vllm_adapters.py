@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tinker_local.backend.cpu_threads import without_pool
 from tinker_local.backend.sampling.host_adapters import HostAdapter, read_adapter
 from tinker_local.backend.sampling.sampler import AdapterVersion
 from tinker_local.backend.vllm_engine.compat_vllm import (
@@ -76,7 +77,7 @@ class VLLMAdapters:
             return None
         task = self._preparing.get(version.name)
         if task is None:
-            task = asyncio.create_task(asyncio.to_thread(self.make, version, worker))
+            task = asyncio.create_task(asyncio.to_thread(without_pool, self.make, version, worker))
             self._preparing[version.name] = task
             task.add_done_callback(lambda _: self._preparing.pop(version.name, None))
         return await asyncio.shield(task)
