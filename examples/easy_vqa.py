@@ -1,4 +1,4 @@
-"""Questions about pictures: a vision-language model learns to answer them, and is asked again through two other roads.
+"""Questions about pictures: a vision-language model learns to answer them, and is asked again through two other APIs.
 
     python scripts/fetch_test_files.py easy-vqa    # 5,000 drawings and 48,000 questions (easy-vqa 1.0, MIT)
     tinker-local tiny-model --kind vl --preset drawings --out models/drawings-vl
@@ -334,7 +334,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--print-every", type=int, default=50, metavar="N", help="print the loss every N steps")
     parser.add_argument("--min-accuracy", type=float, default=0.85, help="end with status 1 below this")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the report here, as JSON")
     return parser.parse_args()
 

@@ -185,7 +185,8 @@ def at_share(p_bv: torch.Tensor, share_b: torch.Tensor) -> torch.Tensor:
 
 
 def _place(parts_bn: torch.Tensor, share_b1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The part (int64 [B, 1], none of size 0) that `share_b1` of each row's sum falls into, and at what share of it."""
+    """The part (int64 [B, 1]; never one whose sum is 0) that `share_b1` of each row's sum falls into, and at what share
+    of it."""
     sums_bn = parts_bn.cumsum(-1, dtype=torch.float64)
     total_b1 = sums_bn[:, -1:]
     below_total_b1 = torch.nextafter(total_b1, torch.zeros_like(total_b1))

@@ -26,7 +26,7 @@ def segments(adapter_ids: Sequence[int], slots: Sequence[int | None]) -> list[Se
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factors:
-    """One adapter of a module with several outputs beside each other (slices), as few products as possible.
+    """One adapter of a module with several outputs beside each other (slices).
 
     `a` [ranks of all slices, in]. `parts`, one per slice: its ranks (first, last) in `a`, B transposed [rank, width] or
     [rank, less than width], and where its outputs begin.
@@ -81,7 +81,7 @@ class TrimmedSlots:
     ) -> Factors:
         """A [slots, 1, rank, in] and B [slots, 1, width, rank] per slice, which live as long as the model."""
         key = lora_a[0].data_ptr(), slot
-        changes = sum(tensor._version for tensor in lora_a)
+        changes = sum(tensor._version for tensor in (*lora_a, *lora_b))
         found = self._found.get(key)
         if found is None or found[0] != changes:
             found = changes, Factors.of([a[slot, 0] for a in lora_a], [b[slot, 0] for b in lora_b], widths, trim=True)

@@ -1,0 +1,75 @@
+"""Threads that wait leave no pool of torch's behind, in a process of its own: pools live as long as threads."""
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+COUNTED = """
+import asyncio, os, sys, threading
+import torch
+from tinker_local.backend import cpu_threads
+from tinker_local.backend.scheduling.memory_sharing import MemorySharing
+from tinker_local.backend.threads import Threads
+from tinker_local.backend.vllm_engine.engine_thread import EngineThread
+
+if torch.cuda.is_available() or cpu_threads._libgomp() is None:
+    sys.exit(77)
+torch.set_num_threads(3)
+torch.set_num_interop_threads(1)
+
+
+def count():
+    return len(os.listdir("/proc/self/task"))
+
+
+def multiply():
+    # The number is that of each thread; other threads begin with the environment's.
+    torch.set_num_threads(3)
+    return float((torch.ones(512, 512) @ torch.ones(512, 512)).sum()), count()
+
+
+async def main(way):
+    threads = Threads("some", 1)
+    engines = EngineThread()
+    sharing = MemorySharing(None)
+    runs = {
+        "threads": lambda: threads.run(multiply),
+        "trainer": lambda: sharing.in_turn(multiply),
+        "engine": lambda: asyncio.wrap_future(engines._call(multiply)),
+        "bare": lambda: asyncio.get_running_loop().run_in_executor(None, multiply),
+    }
+    for _ in range(2):
+        product, while_multiplying = await runs[way]()
+        assert product == 512.0**3, product
+        for _ in range(100):
+            if count() == while_multiplying - 2:
+                break
+            await asyncio.sleep(0.02)
+        print(count() - while_multiplying)
+
+
+asyncio.run(main(sys.argv[1]))
+os._exit(0)
+"""
+
+
+@pytest.mark.mutation(
+    "idle-engine-keeps-its-pool", "engine_thread.py", "                leave_pool()\n", "                pass\n"
+)
+@pytest.mark.mutation(
+    "trainer-keeps-its-pool", "memory_sharing.py", "partial(without_pool, function, ", "partial(function, "
+)
+@pytest.mark.mutation(
+    "threads-keep-their-pools", "threads.py", "partial(without_pool, function, ", "partial(function, "
+)
+@pytest.mark.parametrize(("way", "left"), [("threads", -2), ("trainer", -2), ("engine", -2), ("bare", 0)])
+async def test_a_thread_that_waits_has_no_pool(way: str, left: int) -> None:
+    """After `bare` the two other threads of the pool stay: the test would notice."""
+    command = [sys.executable, "-c", COUNTED, way]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+    if done.returncode == 77:
+        pytest.skip("a GPU computes, or torch has another OpenMP than libgomp")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(left)] * 2
