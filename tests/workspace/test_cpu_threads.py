@@ -1,10 +1,13 @@
 """Threads that wait leave no pool of torch's behind, in a process of its own: pools live as long as threads."""
 
 import asyncio
+import os
 import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
+from tinker_local.backend.cli.main import main
 
 COUNTED = """
 import asyncio, os, sys, threading
@@ -53,6 +56,16 @@ async def main(way):
 asyncio.run(main(sys.argv[1]))
 os._exit(0)
 """
+
+
+@pytest.mark.mutation("threads-spin-long", "main.py", "    spin_briefly()\n", "")
+@pytest.mark.parametrize(("given", "found"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
+def test_commands_let_waiting_threads_spin_briefly(
+    given: dict[str, str], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", given)
+    assert CliRunner().invoke(main, ["completion", "bash"]).exit_code == 0
+    assert os.environ["GOMP_SPINCOUNT"] == found
 
 
 @pytest.mark.mutation(

@@ -13,6 +13,7 @@ from tinker_local.backend.cli.serve import serve
 from tinker_local.backend.cli.small_model_command import small_model
 from tinker_local.backend.cli.status_command import status
 from tinker_local.backend.cli.tiny_model import tiny_model
+from tinker_local.backend.cpu_threads import spin_briefly
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "auto_envvar_prefix": "TINKER_LOCAL"}
 
@@ -21,6 +22,7 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "au
 @click.version_option(package_name="tinker-local")
 def main() -> None:
     """The Tinker API on your own machine."""
+    spin_briefly()
 
 
 main.add_command(serve)
