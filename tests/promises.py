@@ -396,6 +396,16 @@ MISTAKES = (
     ),
     Promise(
         "sampling",
+        "On a CPU, a token is drawn of other probabilities, or an adapter is taken for the one before it in its slot",
+        "share-of-a-block-of-its-row ranks-of-the-first-slice changed-slots-keep-their-copy",
+    ),
+    Promise(
+        "operation",
+        "On a CPU, threads that wait slow those down that compute, or a busy machine",
+        "threads-spin-long trainer-keeps-its-pool threads-keep-their-pools idle-engine-keeps-its-pool",
+    ),
+    Promise(
+        "sampling",
         "Stop strings are dropped, or a plain string is refused",
         "stop-strings-forgotten stop-string-taken-for-a-list empty-stop-is-no-stop",
     ),

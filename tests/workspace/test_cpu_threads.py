@@ -1,4 +1,4 @@
-"""Threads that wait leave no pool of torch's behind, in a process of its own: pools live as long as threads."""
+"""Threads that wait leave no pool of torch's behind. In separate processes: pools live as long as threads."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The threads with which torch computes on a CPU. Each thread of Python that calls it gets a pool of its own."""
+"""The threads with which torch computes on a CPU. Each thread of Python that calls it gets another pool of them."""
 
 import ctypes
 import functools
