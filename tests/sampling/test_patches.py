@@ -19,7 +19,7 @@ NOT_INTERNAL = {
     *("seed", "logprobs", "prompt_logprobs", "extra_args", "skip_reading_prefix_cache"),  # of SamplingParams
     "id",  # of LoRAModel
     *("kept_by_dynamo", "in_torch", "grammar_masks"),  # ours
-    *("disable", "set_num_threads", "_parameters"),  # torch's
+    *("disable", "set_num_threads", "_parameters", "_version"),  # torch's
     "_exit",  # of os
 }
 """Names that are assigned to and are not internals of vLLM."""

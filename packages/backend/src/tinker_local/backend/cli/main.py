@@ -13,7 +13,7 @@ from tinker_local.backend.cli.serve import serve
 from tinker_local.backend.cli.small_model_command import small_model
 from tinker_local.backend.cli.status_command import status
 from tinker_local.backend.cli.tiny_model import tiny_model
-from tinker_local.backend.cpu_threads import spin_briefly
+from tinker_local.backend.threads import spin_briefly
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "auto_envvar_prefix": "TINKER_LOCAL"}
 

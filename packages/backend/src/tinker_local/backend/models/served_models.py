@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.cpu_threads import without_pool
 from tinker_local.backend.models.adapter_check import TARGETS, adapter_on, largest_difference
 from tinker_local.backend.models.agreement import (
     DRAWS,
@@ -42,6 +41,7 @@ from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.backend.scheduling.sample_turns import PROMPTS_AHEAD, SampleTurns
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 from tinker_local.backend.stages import Stage
+from tinker_local.backend.threads import without_pool
 from tinker_local.backend.training.rotations import Compared, Rotations
 from tinker_local.backend.training.trainer import Trainer
 from tinker_local.types import ApiError, InvalidRequestError, LoraConfig

@@ -14,9 +14,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tinker_local.backend.cpu_threads import leave_pool
 from tinker_local.backend.heap import freeze_heap
 from tinker_local.backend.sampling.sampler import ignore_begin
+from tinker_local.backend.threads import leave_pool
 from tinker_local.types import InternalError
 
 log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tinker_local.backend.cpu_threads import without_pool
 from tinker_local.backend.sampling.host_adapters import HostAdapter, read_adapter
 from tinker_local.backend.sampling.sampler import AdapterVersion
+from tinker_local.backend.threads import without_pool
 from tinker_local.backend.vllm_engine.compat_vllm import (
     holds_adapter,
     lora_modules,

@@ -12,12 +12,12 @@ from tinker_local.backend.cli.main import main
 COUNTED = """
 import asyncio, os, sys, threading
 import torch
-from tinker_local.backend import cpu_threads
+from tinker_local.backend import threads as the_threads
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.backend.threads import Threads
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 
-if torch.cuda.is_available() or cpu_threads._libgomp() is None:
+if torch.cuda.is_available() or the_threads._libgomp() is None:
     sys.exit(77)
 torch.set_num_threads(3)
 torch.set_num_interop_threads(1)
