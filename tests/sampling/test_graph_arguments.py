@@ -64,21 +64,3 @@ def test_else_vllm_compiles_the_model(why: str, on_a_gpu: pytest.MonkeyPatch) ->
         "backend": "inductor",
         "cudagraph_mode": "FULL_AND_PIECEWISE",
     }
-
-
-def test_a_model_that_sees_is_compiled_since_graphs_alone_keep_what_a_picture_left(
-    on_a_gpu: pytest.MonkeyPatch, tiny_models: dict[str, Path]
-) -> None:
-    on_a_gpu.setattr(compat_vllm, "_distribution_version", lambda: (0, 32))
-    build_engine.prepare_environment()
-    import vllm.envs
-
-    for name, mode in (("tiny/text", 0), ("tiny/vision", 3), ("tiny/text", 0)):
-        with compat_vllm.compiled_if_it_sees(str(tiny_models[name])):
-            assert graph_arguments(1000, 288)["compilation_config"]["mode"] == mode
-            if version() >= (0, 32):
-                assert vllm.envs.VLLM_USE_BREAKABLE_CUDAGRAPH is (mode == 0)
-                vllm.envs.enable_envs_cache()  # as each engine does
-        assert os.environ[NAME] == "1"
-    if version() >= (0, 32):
-        vllm.envs.disable_envs_cache()

@@ -4,8 +4,11 @@ import ast
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from tinker_local.backend.vllm_engine import patches
 from tinker_local.backend.vllm_engine.patches import PATCHES, Patch
 
@@ -83,3 +86,23 @@ def test_no_interpreter_is_started_to_look_at_a_model(monkeypatch: pytest.Monkey
     monkeypatch.setattr(subprocess, "run", refuse)
     found = registry._LazyRegisteredModel("vllm.model_executor.models.qwen2", "Qwen2ForCausalLM").inspect_model_cls()
     assert found.architecture == "Qwen2ForCausalLM"
+
+
+def test_features_of_pictures_are_cleared_without_a_picture() -> None:
+    """Stands for a CUDA graph, which clears what it cleared when it was captured: in a step without a picture."""
+    from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
+
+    def resolve_model_cls(*_: object) -> tuple[type, str]:
+        return Qwen3VLForConditionalGeneration, "Qwen3VLForConditionalGeneration"
+
+    model_config = SimpleNamespace(registry=SimpleNamespace(resolve_model_cls=resolve_model_cls), architectures=[])
+    patches._clear_features_of_pictures(SimpleNamespace(model_config=model_config), 0)
+    model = SimpleNamespace(
+        deepstack_input_embeds=[torch.ones(5, 2), torch.ones(5, 2)],
+        deepstack_input_embeds_num_tokens=0,
+        deepstack_num_level=2,
+    )
+    clear: Any = Qwen3VLForConditionalGeneration._clear_deepstack_input_embeds
+    clear(model, 4)
+    for level in model.deepstack_input_embeds:
+        assert level.tolist() == [[0, 0]] * 4 + [[1, 1]]

@@ -20,7 +20,6 @@ from tinker_local.backend.vllm_engine import patches
 from tinker_local.backend.vllm_engine.compat_vllm import (
     BREAKABLE_GRAPHS,
     LORA_RANKS,
-    compiled_if_it_sees,
     cuda_graphs_work,
     default_dtype,
     forget_rotary_modules,
@@ -182,13 +181,12 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
 
         patches.apply_to_process()
         forget_rotary_modules()
-        with compiled_if_it_sees(options.model):
-            with stage("options"):
-                config = EngineArgs(**_engine_arguments(options)).create_engine_config(UsageContext.ENGINE_CONTEXT)
-            patches.apply_to_config(config, options.image_cache_bytes)
-            kept_before = kept_by_dynamo()
-            with stage("engine"):
-                engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        with stage("options"):
+            config = EngineArgs(**_engine_arguments(options)).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        patches.apply_to_config(config, options.image_cache_bytes)
+        kept_before = kept_by_dynamo()
+        with stage("engine"):
+            engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         engine.kept_by_dynamo = kept_by_dynamo() - kept_before
         patches.apply_to_engine(engine, events or patches.EngineEvents())
     return engine

@@ -7,7 +7,6 @@ Tested with vLLM 0.26 (torch 2.11, CUDA) and 0.32 (torch 2.13, CPU). No module o
 import contextlib
 import importlib.metadata
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,28 +106,6 @@ def has_breakable_graphs() -> bool:
     says VLLM_USE_BREAKABLE_CUDAGRAPH=0."""
     wanted = os.environ.get(BREAKABLE_GRAPHS, "1") == "1"  # as vLLM reads it
     return wanted and not runs_on_cpu() and _distribution_version() >= (0, 32)
-
-
-@contextlib.contextmanager
-def compiled_if_it_sees(model: str) -> Iterator[None]:
-    """Build an engine in this context, after vLLM's import: if its model has a vision tower, vLLM compiles it. Graphs
-    without the compiler replay no Python, and Qwen3-VL clears what a picture left for the first layers in Python: later
-    prompts would read it."""
-    before = os.environ.get(BREAKABLE_GRAPHS)
-    if before is None:  # on a CPU, or an older vLLM
-        yield
-        return
-    import vllm.envs
-    from transformers import AutoConfig
-
-    # The engine before this one in the process has made vLLM keep the value that it had then.
-    vllm.envs.disable_envs_cache()
-    if hasattr(AutoConfig.from_pretrained(model), "vision_config"):
-        os.environ[BREAKABLE_GRAPHS] = "0"
-    try:
-        yield
-    finally:
-        os.environ[BREAKABLE_GRAPHS] = before
 
 
 def graph_arguments(most_positions: int, most_sequences: int) -> dict[str, Any]:

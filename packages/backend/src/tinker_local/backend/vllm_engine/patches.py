@@ -185,6 +185,21 @@ def _correct_yarn_of_sections() -> None:
     MRotaryEmbedding._compute_inv_freq = by_trained_positions
 
 
+def _clear_features_of_pictures(config: Any, _: int) -> None:
+    model = config.model_config
+    found, _ = model.registry.resolve_model_cls(model.architectures, model)
+    original: Any = getattr(found, "_clear_deepstack_input_embeds", None)
+    if original is None or hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def clear(self: Any, num_tokens: int) -> None:
+        self.deepstack_input_embeds_num_tokens = num_tokens  # at 0 the original does nothing
+        original(self, num_tokens)
+
+    found._clear_deepstack_input_embeds = clear
+
+
 def _keep_images(config: Any, num_bytes: int) -> None:
     model = config.model_config
     if not model.is_multimodal_model:
@@ -459,6 +474,18 @@ PATCHES = (
         ("MRotaryEmbedding", "__init__", "_compute_inv_freq", "max_position_embeddings"),
         ("sampling/test_engines_agree.py::test_yarn_agrees_also_on_positions_of_images",),
         to_process=_correct_yarn_of_sections,
+    ),
+    Patch(
+        "every step of Qwen3-VL clears what pictures add to its first layers, whether it had a picture or not",
+        "vLLM clears it if a counter in Python is not 0. A CUDA graph replays what was captured, without a picture and "
+        "so without clearing: later prompts would read an earlier picture",
+        "CUDA, 0.32",
+        ("_clear_deepstack_input_embeds", "deepstack_input_embeds_num_tokens"),
+        (
+            "sampling/test_patches.py::test_features_of_pictures_are_cleared_without_a_picture",
+            "sampling/test_graphs_on_gpu.py::test_prompts_after_a_picture_are_as_without_graphs",
+        ),
+        to_config=_clear_features_of_pictures,
     ),
     Patch(
         "copies of norms, with which positions are measured, compute with their own weights",
