@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -180,12 +180,13 @@ def bare(path: Path) -> list[Row]:
 
 
 @contextmanager
-def served(data_dir: Path, *arguments: str) -> Iterator[str]:
-    """The URL of a `tinker-local serve` in another process, which ends with the context."""
-    command = [sys.executable, "-m", "tinker_local.backend.cli.main", "serve", *arguments]
-    process = subprocess.Popen(
-        [*command, "--port", "0", "--data-dir", str(data_dir)], stdout=subprocess.PIPE, text=True
-    )
+def served(data_dir: Path, *arguments: str, python: str = sys.executable, log: Path | None = None) -> Iterator[str]:
+    """The URL of a `tinker-local serve` in another process, which ends with the context. `log`: gets its log."""
+    command = [python, "-m", "tinker_local.backend.cli.main", "serve", *arguments, "--port", "0"]
+    with nullcontext() if log is None else log.open("w") as errors:
+        process = subprocess.Popen(
+            [*command, "--data-dir", str(data_dir)], stdout=subprocess.PIPE, stderr=errors, text=True
+        )
     assert process.stdout is not None
     try:
         for line in process.stdout:

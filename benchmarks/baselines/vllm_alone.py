@@ -58,10 +58,10 @@ class VLLMAlone:
 
     On a GPU every other setting is vLLM's default: an engine process, compiled code, CUDA graphs, sequences and tokens
     per step. On a CPU, where only the code is tried, nothing is compiled and the engine runs in this process.
-    Create it before anything else imports vLLM.
+    Create it before anything else imports vLLM. `share`: of the GPU's memory, which has to be free.
     """
 
-    def __init__(self, scale: Scale, folder: Path, adapter: Path) -> None:
+    def __init__(self, scale: Scale, folder: Path, adapter: Path, share: float | None = None) -> None:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         settings: dict[str, Any] = {}
@@ -75,6 +75,8 @@ class VLLMAlone:
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
             settings = {"enforce_eager": True, "dtype": "float32"}
+        if share is not None:
+            settings["gpu_memory_utilization"] = share
         import vllm
         from vllm.lora.request import LoRARequest
 

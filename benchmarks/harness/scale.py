@@ -1,5 +1,6 @@
 """The size of a run: a real model's shape on a GPU, or everything tiny."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,7 +42,7 @@ class Scale:
     repeating.
     """
 
-    name: Literal["full", "tiny"]
+    name: Literal["full", "4b", "tiny"]
     text: TextShape
     vision: VisionShape
     rank: int
@@ -103,6 +104,17 @@ FULL = Scale(
     patience=12.0,
 )
 
+FOUR_B = dataclasses.replace(
+    FULL,
+    name="4b",
+    text=TextShape(2560, 9728, 36, 32, 8, 128, 151936),
+    requests=96,
+    output_tokens=256,
+    kv_cache_bytes=8 * 2**30,
+    micro_batch_tokens=4096,
+)
+"""Of `stacks.py`: two servers fit on one GPU of 80 GB."""
+
 TINY = Scale(
     name="tiny",
     text=TextShape(64, 128, 2, 4, 2, 32, 512, 4096),
@@ -134,4 +146,4 @@ TINY = Scale(
 
 TEXT_32B = TextShape(5120, 25600, 64, 64, 8, 128, 151936)
 
-SCALES = {"full": FULL, "tiny": TINY}
+SCALES = {scale.name: scale for scale in (FULL, FOUR_B, TINY)}

@@ -1,6 +1,7 @@
 """Models that see, with CUDA graphs and without: what a picture leaves in buffers reaches no later prompt."""
 
 import asyncio
+import io
 from pathlib import Path
 from typing import Any
 
@@ -8,21 +9,31 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from PIL import Image
 from tinker_local.backend.families import FAMILIES
+from tinker_local.backend.models.load_engines import load_renderer
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.tiny_models import make_experts_alike, make_tiny_vl_model
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
-from tinker_local.types import SamplingParams
+from tinker_local.types import EncodedTextChunk, ImageChunk, ModelInput, SamplingParams
 
-from tests.families.test_experts import tokens, with_pictures
+from tests.families.test_experts import tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SEEING = [name for name, family in FAMILIES.items() if family.vision is not None]
 TEXT, SAMPLED = 200, 32
+
+
+def with_picture(folder: Path, seed: int) -> RenderedInput:
+    """A picture and then text; its features are what later steps must not read, from their first position on."""
+    pixels, file = np.random.default_rng(seed).integers(0, 256, (320, 320, 3), np.uint8), io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    picture, text = ImageChunk(data=file.getvalue(), format="png"), EncodedTextChunk(tokens=tokens(seed, TEXT))
+    return load_renderer(str(folder)).render(ModelInput(chunks=(picture, text)), "prompt")
 
 
 def work(prompt: RenderedInput, num_sampled: int) -> SampleWork:
@@ -49,9 +60,8 @@ def test_prompts_after_a_picture_are_as_without_graphs(family: Any, tmp_path: Pa
     folder = make_tiny_vl_model(tmp_path / "model", family=family)
     if family == "qwen3_5_moe":
         make_experts_alike(folder)
-    texts = [RenderedInput(tokens(seed, TEXT)) for seed in range(4)]
-    first, second = with_pictures(folder, texts[:2])
-    turns = [[first], [texts[2]], [second, texts[3]]]
+    texts = [RenderedInput(tokens(seed, TEXT)) for seed in (2, 3)]
+    turns = [[with_picture(folder, 0)], [texts[0]], [with_picture(folder, 1), texts[1]]]
 
     async def with_graphs() -> list[Any]:
         sampler = VLLMSampler(options(eager=False), EngineThread())

@@ -200,6 +200,12 @@ def _clear_features_of_pictures(config: Any, _: int) -> None:
     found._clear_deepstack_input_embeds = clear
 
 
+def _take_another_graph_pool(config: Any, _: int) -> None:
+    from vllm.platforms import current_platform
+
+    type(current_platform)._global_graph_pool = None
+
+
 def _keep_images(config: Any, num_bytes: int) -> None:
     model = config.model_config
     if not model.is_multimodal_model:
@@ -486,6 +492,15 @@ PATCHES = (
             "sampling/test_graphs_on_gpu.py::test_prompts_after_a_picture_are_as_without_graphs",
         ),
         to_config=_clear_features_of_pictures,
+    ),
+    Patch(
+        "each engine has its own memory pool for CUDA graphs",
+        "vLLM has one for a process, which is lost with the graphs of the first engine, so that the next one fails: "
+        "`use_count > 0 INTERNAL ASSERT FAILED` or `beginAllocateToPool: already recording` (torch 2.13)",
+        "CUDA, 0.32",
+        ("_global_graph_pool",),
+        ("sampling/test_graphs_on_gpu.py::test_prompts_after_a_picture_are_as_without_graphs",),
+        to_config=_take_another_graph_pool,
     ),
     Patch(
         "copies of norms, with which positions are measured, compute with their own weights",

@@ -1,0 +1,212 @@
+"""Compare two stacks of libraries on one GPU, in alternating runs: is a newer vLLM or torch slower?
+
+    python benchmarks/stacks.py 0.26=/venvs/old/bin/python 0.32=/venvs/new/bin/python --out benchmarks/results
+    python benchmarks/stacks.py a=.venv/bin/python b=.venv/bin/python --tiny      # the same code on a CPU
+
+Each stack is a Python with this project's dependencies; the project comes from this checkout. Two servers run at the
+same time, one of each stack, and take turns under the official SDK: a step of training on sequences of 64 to 2,048
+tokens, a save of weights up to the first token that is sampled with them, and samples of 256 tokens with that adapter.
+Then vLLM's own `LLM` of each stack samples the same, after the servers have ended. Random weights, in the shape of
+Qwen3-4B, of which two servers fit on 80 GB.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from baselines.vllm_alone import write_random_adapter
+from control_plane import served
+from engine import room_for_models
+from harness import machine, processes, workloads
+from harness.scale import SCALES, Scale
+from on_cpu import Line, in_turns, table
+
+MODEL = "bench/text"
+
+
+def prompts_of(scale: Scale, seed: int) -> list[list[int]]:
+    ids: list[list[int]] = (
+        np.random.default_rng(seed).integers(0, scale.text.vocab, (scale.requests, scale.prompt_tokens)).tolist()
+    )
+    return ids
+
+
+class Run:
+    """A training run of a server, under the official SDK. Each method returns seconds."""
+
+    def __init__(self, url: str, scale: Scale) -> None:
+        import tinker
+
+        self._tinker, self._scale = tinker, scale
+        service = tinker.ServiceClient(base_url=url, api_key="tml-local")
+        self._client = service.create_lora_training_client(base_model=MODEL, rank=scale.rank, seed=0).result()
+        self._data = [
+            tinker.Datum(
+                model_input=tinker.ModelInput.from_ints(tokens[:-1].tolist()),
+                loss_fn_inputs={
+                    "target_tokens": tinker.TensorData.from_numpy(tokens[1:]),
+                    "weights": tinker.TensorData.from_numpy(np.ones(len(tokens) - 1, np.float32)),
+                },
+            )
+            for tokens in workloads.ragged_sequences(scale)
+        ]
+        self.trained_tokens = sum(datum.model_input.length for datum in self._data)
+
+    def train(self, _: int) -> float:
+        """One step."""
+        start = time.perf_counter()
+        gradient = self._client.forward_backward(self._data, "cross_entropy")
+        self._client.optim_step(self._tinker.AdamParams(learning_rate=1e-4)).result()
+        gradient.result()
+        return time.perf_counter() - start
+
+    def hand_over(self, turn: int) -> float:
+        """From the save of weights to the first token that is sampled with them."""
+        start = time.perf_counter()
+        self._sampler = self._client.save_weights_and_get_sampling_client().result()
+        self._samples([prompts_of(self._scale, 10**6 + turn)[0]], 1)
+        return time.perf_counter() - start
+
+    def sample(self, turn: int) -> float:
+        """All requests at once."""
+        start = time.perf_counter()
+        self._samples(prompts_of(self._scale, turn), self._scale.output_tokens)
+        return time.perf_counter() - start
+
+    def _samples(self, prompts: list[list[int]], tokens: int) -> None:
+        params = self._tinker.SamplingParams(max_tokens=tokens, temperature=1.0, stop=[])
+        inputs = [self._tinker.ModelInput.from_ints(ids) for ids in prompts]
+        futures = [self._sampler.sample(each, 1, params) for each in inputs]
+        drawn = sum(len(future.result().sequences[0].tokens) for future in futures)
+        if drawn != len(prompts) * tokens:
+            raise RuntimeError(f"{drawn} tokens were sampled, not {len(prompts) * tokens}")
+
+
+@contextlib.contextmanager
+def alone(python: str, scale: str, model: Path, adapter: Path, log: Path) -> Iterator[Callable[[int], float]]:
+    """vLLM's `LLM` in a process of `python`: seconds of one piece of work."""
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [python, "-m", "measurements.alone_in_turn", scale, str(model), str(adapter)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=processes.environment(),
+            cwd=processes.BENCHMARKS,
+        )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    orders, answers = process.stdin, process.stdout
+
+    def answer() -> str:
+        for line in answers:
+            if line.startswith("ANSWER "):
+                return line.removeprefix("ANSWER ")
+        raise RuntimeError(f"vLLM's process has ended, see {log}")
+
+    def work(turn: int) -> float:
+        orders.write(f"{turn}\n")
+        orders.flush()
+        return float(answer())
+
+    try:
+        answer()
+        yield work
+    finally:
+        orders.close()
+        process.wait(60)
+
+
+def side_by_side(makers: dict[str, Any], stack: contextlib.ExitStack) -> dict[str, Any]:
+    """What the context managers `makers` yield, entered at the same time."""
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(makers, pool.map(stack.enter_context, makers.values()), strict=True))
+
+
+def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[Line]:
+    scale = SCALES["tiny" if options.tiny else "4b"]
+    model, adapter = folder / "text", write_random_adapter(folder / "adapter", scale.text, scale.rank)
+    with (logs / "model.log").open("w") as log:
+        if fault := processes.run(["measurements.models", scale.name, str(folder), "text"], 300, log).fault:
+            raise RuntimeError(f"the model was not written: {fault}")
+    serve = ["--model", f"{MODEL}={model}", "--kv-cache", str(scale.kv_cache_bytes / 2**30)]
+    serve += ["--micro-batch-tokens", str(scale.micro_batch_tokens), "--verbose"]
+    sampled = scale.requests * scale.output_tokens
+    with contextlib.ExitStack() as stack:
+        makers: dict[str, Any] = {
+            way: served(folder / f"data-{way}", *serve, python=python, log=logs / f"serve-{way}.log")
+            for way, python in options.stacks.items()
+        }
+        runs = {way: Run(url, scale) for way, url in side_by_side(makers, stack).items()}
+        trained = next(iter(runs.values())).trained_tokens
+        for what, tokens, method in (
+            ("training", trained, "train"),
+            ("hand-overs a second", 1, "hand_over"),
+            ("sampling, the SDK", sampled, "sample"),
+        ):
+            ways = {way: getattr(run, method) for way, run in runs.items()}
+            yield from (Line(what, *found) for found in in_turns(ways, options.rounds, tokens))
+    with contextlib.ExitStack() as stack:
+        makers = {
+            way: alone(python, scale.name, model, adapter, logs / f"alone-{way}.log")
+            for way, python in options.stacks.items()
+        }
+        ways = side_by_side(makers, stack)
+        yield from (Line("sampling, vLLM alone", *found) for found in in_turns(ways, options.rounds, sampled))
+
+
+def stack_of(text: str) -> tuple[str, str]:
+    name, _, python = text.partition("=")
+    if not python:
+        raise argparse.ArgumentTypeError(f"{text}: not NAME=PYTHON")
+    return name, python
+
+
+def versions(python: str) -> str:
+    """Of the libraries that `python` finds."""
+    code = "from harness import machine; print(machine.describe()[1])"
+    found = subprocess.run([python, "-c", code], capture_output=True, text=True, env=processes.environment())
+    return found.stdout.strip() or found.stderr.strip()[-300:]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stacks", nargs=2, type=stack_of, metavar="NAME=PYTHON")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path, help="folder for dated files of the result")
+    options = parser.parse_args()
+    options.stacks = dict(options.stacks)
+    gpu, _, commit = machine.describe()
+    head = [gpu, commit, *(f"{name}: {versions(python)}" for name, python in options.stacks.items()), ""]
+    lines: list[Line] = []
+    with tempfile.TemporaryDirectory(dir=None if options.tiny else room_for_models()) as folder:
+        logs = options.out or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        try:
+            for line in measure(options, Path(folder), logs):
+                print(line, flush=True)
+                lines.append(line)
+        finally:
+            text = "\n".join([*head, table(lines)])
+            print(text)
+    if options.out:
+        path = options.out / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}"
+        path.with_suffix(".txt").write_text(text + "\n")
+        path.with_suffix(".jsonl").write_text("".join(json.dumps(dataclasses.asdict(line)) + "\n" for line in lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
