@@ -40,6 +40,8 @@ class InFloat64(TorchDispatchMode):
         named = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
         if func is torch.ops.aten.view.dtype:  # the bits of one dtype read as another
             return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.bmm.default and {given[0].dtype, given[1].dtype} == {torch.float32, torch.float64}:
+            given = [value.double() for value in given]  # frequencies are always float32 (transformers 5.17)
         if func is torch.ops.aten._grouped_mm.default and given[0].dtype == torch.float64:
             ends = (given[2] if len(given) > 2 else named["offs"]).tolist()
             places = zip([0, *ends[:-1]], ends, strict=True)
