@@ -1,17 +1,20 @@
 """An engine that is let go leaves no weights behind, also where vLLM's compiler has taken the model apart."""
 
+import contextlib
 import gc
 import os
 import re
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tinker_local.backend.vllm_engine import build_engine, release_engine
+from tinker_local.backend.vllm_engine import build_engine, compat_vllm, patches, release_engine
 
 SCRIPT = """
 import gc, sys, weakref
@@ -147,3 +150,63 @@ def test_a_layer_may_have_several_caches_on_a_fake(monkeypatch: pytest.MonkeyPat
     model, caches = torch.nn.Linear(2, 2), [torch.zeros(1), [torch.zeros(1), torch.zeros(1)]]
     runner = SimpleNamespace(model=model, kv_caches=caches, lora_manager=None)
     assert len(release_engine._tensors_that_have_to_go(runner)) == 5
+
+
+@pytest.mark.mutation(
+    "buffers-of-steps-know-a-released-engine",
+    "release_engine.py",
+    "    _leave_workspaces(engine.workspaces)\n",
+    "",
+    cases=("last",),
+)
+@pytest.mark.mutation(
+    "buffers-of-steps-freed-under-graphs",
+    "patches.py",
+    "    engine.workspaces = release_engine.workspaces()\n",
+    "    engine.workspaces = None\n",
+)
+@pytest.mark.parametrize("released", ["first", "last"])
+def test_buffers_of_steps_end_with_their_engine_on_fakes(monkeypatch: pytest.MonkeyPatch, released: str) -> None:
+    """Of two engines, which are fakes as their workers are; vLLM's manager of buffers is real. On a CPU it has none."""
+    from vllm.v1.worker import workspace
+
+    monkeypatch.setattr(workspace, "_manager", None)
+    monkeypatch.setattr(release_engine, "_forget_lora_pointers", lambda _: None)
+    monkeypatch.setattr(release_engine, "_tensors_that_have_to_go", lambda _: [])
+    engines, workers, buffers = {}, {}, {}
+    for name in ("first", "last"):
+        engines[name], workers[name], buffers[name] = engine_on_a_fake()
+    assert buffers["first"]() is not None, "the graphs of the first engine would write to what was freed"
+    release_engine.release_engine(engines[released])
+    gc.collect()
+    assert [name for name, worker in workers.items() if worker() is None] == [released]
+    assert [name for name, buffer in buffers.items() if buffer() is None] == [released]
+    workspace.current_workspace_manager().get_simultaneous(((64,), torch.uint8))
+
+
+class FakeWorker:
+    def __init__(self) -> None:
+        compilation = SimpleNamespace(static_forward_context={})
+        self.model_runner = SimpleNamespace(compilation_config=compilation, kv_caches=[], model=None, lora_manager=None)
+
+    def pool(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def engine_on_a_fake() -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
+    """An engine that has made buffers of steps, and weak references to its worker and to the buffer."""
+    from vllm.v1.worker import workspace
+
+    worker = FakeWorker()
+    knows_worker = {"alloc_context": worker.pool} if compat_vllm.version() >= (0, 32) else {}
+    workspace.init_workspace_manager(torch.device("cpu"), **knows_worker)
+    workspace.current_workspace_manager().get_simultaneous(((64,), torch.uint8))
+    [buffer] = workspace.current_workspace_manager()._current_workspaces
+    engine = SimpleNamespace(
+        model_executor=SimpleNamespace(driver_worker=worker),
+        model_config=SimpleNamespace(enable_sleep_mode=False),
+        engine_core=SimpleNamespace(engine_core=None),
+        kept_by_dynamo=set(),
+    )
+    patches._keep_workspaces(engine, patches.EngineEvents())
+    return engine, weakref.ref(worker), weakref.ref(buffer)

@@ -23,6 +23,7 @@ from tinker_local.backend.vllm_engine import (
     draw_tokens,
     grammar_masks,
     lora_operators,
+    release_engine,
     score_prompts,
     sleep_mode,
     vllm_experts,
@@ -242,6 +243,10 @@ def _forget_shared_memory(engine: Any, events: EngineEvents) -> None:
         buffer.shared_memory.unlink()
     for file in Path("/dev/shm").glob(f"{os.environ[RANKS_NAME]}-*"):
         file.unlink(missing_ok=True)  # another rank may be faster
+
+
+def _keep_workspaces(engine: Any, events: EngineEvents) -> None:
+    engine.workspaces = release_engine.workspaces()
 
 
 def _draw(engine: Any, events: EngineEvents) -> None:
@@ -738,6 +743,19 @@ PATCHES = (
         ("_PTR_DICT", "_bytecode_hooks", "model", "lora_manager", "engine_core"),
         ("sampling/test_released_engines.py::test_a_released_engine_leaves_no_weights",),
         used_in=("release_engine.py",),
+    ),
+    Patch(
+        "buffers of steps stay as long as the engine whose CUDA graphs write to them, and end with it",
+        "vLLM has one manager of them for a process. That of the next engine takes its place and frees them; the last "
+        "one knows its worker (0.32), whose memory stays when its engine is released: no later engine can sleep",
+        "CUDA, 0.26 to 0.32",
+        ("_manager", "_device", "_num_ubatches"),
+        (
+            "sampling/test_released_engines.py::test_buffers_of_steps_end_with_their_engine_on_fakes",
+            "sampling/test_engine_sleeps_on_gpu.py::test_without_memory_to_wake_the_engine_sleeps_on_and_wakes_later",
+        ),
+        used_in=("release_engine.py",),
+        to_engine=_keep_workspaces,
     ),
     Patch(
         "a temperature below 0.01 or above 2 reaches the sampler",

@@ -47,6 +47,21 @@ def _forget_lora_pointers(worker: Any) -> None:
                     del notes[addresses]
 
 
+def workspaces() -> Any:
+    """The buffers of steps of the engine that was built last, or None: vLLM has one manager of them for a process."""
+    from vllm.v1.worker import workspace
+
+    return workspace._manager
+
+
+def _leave_workspaces(manager: Any) -> None:
+    """Other engines go on with a new manager if theirs is `manager`, since that knows the worker of its engine."""
+    from vllm.v1.worker import workspace
+
+    if manager is not None and workspace._manager is manager:
+        workspace._manager = workspace.WorkspaceManager(manager._device, manager._num_ubatches)
+
+
 def lora_slot_tensors(worker: Any) -> Iterator[Any]:
     """The tensors that hold adapters, of every module that takes them."""
     for module in lora_modules(worker).values():
@@ -84,6 +99,7 @@ def release_engine(engine: Any) -> None:
     runner.lora_manager = None
     engine.engine_core.engine_core = None
     _let_dynamo_forget(engine.kept_by_dynamo)
+    _leave_workspaces(engine.workspaces)
     vars(engine).clear()  # the caller still has it, and what is frozen below is not collected when that ends
     del runner
     if is_frozen:
