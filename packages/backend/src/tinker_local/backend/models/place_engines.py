@@ -17,7 +17,7 @@ from tinker_local.backend.models.gpu_plan import (
     step_sizes,
 )
 from tinker_local.backend.models.placement import FIRST_GPU, ONE_GPU, Layout, layouts, replica_gpus
-from tinker_local.backend.options import MICRO_BATCH_TOKENS, BackendOptions
+from tinker_local.backend.options import CPU_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS, BackendOptions
 from tinker_local.backend.training.block_memory import CUDA_LOGITS
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def place_engines(config: Any, engine: "EngineOptions", options: BackendOptions,
     if not gpus:
         cache = engine.kv_cache_bytes or _cpu_cache(text_config.to_dict(), engine, options)
         on_cpu = replace(_placed(engine, possible[0]), max_sequences=CPU_SEQUENCES, kv_cache_bytes=cache)
-        return PlacedEngines(possible[0], [on_cpu] * len(_replicas(possible[0])))
+        engines = [on_cpu] * len(_replicas(possible[0]))
+        return PlacedEngines(possible[0], engines, micro_batch_tokens=CPU_MICRO_BATCH_TOKENS)
     decoder, sizes = _sizes(config, engine, options)
     plan = gpu_plans(config, engine, options, decoder, sizes)
     refusals: dict[Layout, ValueError] = {}
