@@ -198,13 +198,14 @@ def main() -> int:
             for line in measure(options, Path(folder), logs):
                 print(line, flush=True)
                 lines.append(line)
-        finally:
+        finally:  # what there is, also after Ctrl-C
             text = "\n".join([*head, table(lines)])
             print(text)
-    if options.out:
-        path = options.out / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}"
-        path.with_suffix(".txt").write_text(text + "\n")
-        path.with_suffix(".jsonl").write_text("".join(json.dumps(dataclasses.asdict(line)) + "\n" for line in lines))
+            if options.out:
+                path = options.out / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}"
+                path.with_suffix(".txt").write_text(text + "\n")
+                rows = "".join(json.dumps(dataclasses.asdict(line)) + "\n" for line in lines)
+                path.with_suffix(".jsonl").write_text(rows)
     return 0
 
 

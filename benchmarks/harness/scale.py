@@ -108,10 +108,10 @@ FOUR_B = dataclasses.replace(
     FULL,
     name="4b",
     text=TextShape(2560, 9728, 36, 32, 8, 128, 151936),
-    requests=96,
+    requests=64,
     output_tokens=256,
-    kv_cache_bytes=8 * 2**30,
-    micro_batch_tokens=4096,
+    kv_cache_bytes=5 * 2**30,
+    micro_batch_tokens=2048,
 )
 """Of `stacks.py`: two servers fit on one GPU of 80 GB."""
 
