@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -116,16 +117,21 @@ def alone(python: str, scale: str, model: Path, adapter: Path, log: Path) -> Ite
         raise RuntimeError(f"vLLM's process has ended, see {log}")
 
     def work(turn: int) -> float:
-        orders.write(f"{turn}\n")
-        orders.flush()
+        with contextlib.suppress(BrokenPipeError):  # `answer` says which log tells why
+            orders.write(f"{turn}\n")
+            orders.flush()
         return float(answer())
 
     try:
         answer()
         yield work
     finally:
-        orders.close()
-        process.wait(60)
+        with contextlib.suppress(BrokenPipeError):
+            orders.close()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:  # it would hold the GPU's memory
+            process.kill()
 
 
 def side_by_side(makers: dict[str, Any], stack: contextlib.ExitStack) -> dict[str, Any]:
@@ -152,7 +158,7 @@ def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[L
         trained = next(iter(runs.values())).trained_tokens
         for what, tokens, method in (
             ("training", trained, "train"),
-            ("hand-overs a second", 1, "hand_over"),
+            ("hand-overs in 1000 s", 1000, "hand_over"),
             ("sampling, the SDK", sampled, "sample"),
         ):
             ways = {way: getattr(run, method) for way, run in runs.items()}
@@ -170,7 +176,7 @@ def stack_of(text: str) -> tuple[str, str]:
     name, _, python = text.partition("=")
     if not python:
         raise argparse.ArgumentTypeError(f"{text}: not NAME=PYTHON")
-    return name, python
+    return name, str(Path(python).absolute())  # not resolved: a link is what tells an environment
 
 
 def versions(python: str) -> str:
@@ -187,12 +193,15 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, help="folder for dated files of the result")
     options = parser.parse_args()
+    if len(dict(options.stacks)) < 2:
+        parser.error("the two stacks need two names")
     options.stacks = dict(options.stacks)
+    os.environ.update(processes.environment())  # servers inherit it
     gpu, _, commit = machine.describe()
     head = [gpu, commit, *(f"{name}: {versions(python)}" for name, python in options.stacks.items()), ""]
     lines: list[Line] = []
     with tempfile.TemporaryDirectory(dir=None if options.tiny else room_for_models()) as folder:
-        logs = options.out or Path(folder)
+        logs = (options.out or Path(folder)) / "stacks-logs"
         logs.mkdir(parents=True, exist_ok=True)
         try:
             for line in measure(options, Path(folder), logs):

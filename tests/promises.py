@@ -967,7 +967,8 @@ MISTAKES = (
         "vllms-draw draws-not-rewound large-vocabularies-refused images-not-counted begun-sequences-not-reported "
         "temperature-through-vllms-checks slots-of-released-engines-noted caches-of-a-layer-taken-for-a-tensor "
         "compiled-code-of-released-engines-stays half-a-waking-stays engines-shut-vllm-down images-encoded-each-time "
-        "buffers-of-steps-know-a-released-engine buffers-of-steps-freed-under-graphs",
+        "buffers-of-steps-know-a-released-engine buffers-of-steps-know-a-failed-engine "
+        "buffers-of-steps-freed-under-graphs",
     ),
 )
 

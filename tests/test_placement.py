@@ -326,6 +326,10 @@ def test_a_cache_of_given_size_is_never_refused_and_shares_what_does_not_fit(
     assert place(kv_cache=2**20, gpus=1).layout == ONE_GPU
 
 
+def test_a_trainer_on_a_cpu_takes_as_many_positions_as_its_caches_hold(place: Place) -> None:
+    assert place(gpus=0).micro_batch_tokens == 1024
+
+
 @pytest.mark.mutation(
     "cache-too-small-for-states",
     "place_engines.py",

@@ -82,6 +82,7 @@ def test_prompts_after_a_picture_are_as_without_graphs(family: Any, tmp_path: Pa
             str(folder), dtype="bfloat16", max_rank=16, kv_cache_bytes=2**28, adapters_per_step=1, enforce_eager=eager
         )
 
+    asyncio.run(with_graphs())  # its graphs are gone when the next engine captures its own
     sampled = [each for turn in asyncio.run(with_graphs()) for each in turn]
     prompts = [prompt for turn in turns for prompt in turn]
     whole = [
@@ -91,7 +92,7 @@ def test_prompts_after_a_picture_are_as_without_graphs(family: Any, tmp_path: Pa
     for prompt, (_, found), wanted in zip(prompts, sampled, asyncio.run(without_graphs(whole)), strict=True):
         is_text = np.ones(len(found), bool)
         for placed in prompt.images:
-            is_text[placed.offset - 1 : placed.offset - 1 + placed.image.num_tokens] = False
+            is_text[max(placed.offset - 1, 0) : placed.offset - 1 + placed.image.num_tokens] = False
         gaps = np.abs(found - wanted)[is_text]
         print(f"{family}: {len(prompt.images)} pictures, mean gap {gaps.mean():.4f}, largest {gaps.max():.3f}")
         assert gaps.mean() < 0.05

@@ -184,6 +184,33 @@ def test_buffers_of_steps_end_with_their_engine_on_fakes(monkeypatch: pytest.Mon
     workspace.current_workspace_manager().get_simultaneous(((64,), torch.uint8))
 
 
+@pytest.mark.mutation(
+    "buffers-of-steps-know-a-failed-engine",
+    "release_engine.py",
+    "            _leave_workspaces(workspaces())\n",
+    "            pass\n",
+)
+def test_a_build_that_fails_leaves_no_worker_on_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fake worker, and vLLM's real manager of buffers."""
+    from vllm.v1.worker import workspace
+
+    monkeypatch.setattr(workspace, "_manager", None)
+    last, _, buffer = engine_on_a_fake()
+    workers = []
+
+    @release_engine.workspaces_of_failures_left()
+    def build() -> None:
+        workers.append(engine_on_a_fake()[1])
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        build()
+    gc.collect()
+    assert workers[0]() is None
+    assert buffer() is not None, f"freed under {last}"
+    workspace.current_workspace_manager().get_simultaneous(((64,), torch.uint8))
+
+
 class FakeWorker:
     def __init__(self) -> None:
         compilation = SimpleNamespace(static_forward_context={})

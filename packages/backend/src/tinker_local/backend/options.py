@@ -23,8 +23,8 @@ MICRO_BATCH_TOKENS = 8192
 """Positions in one forward pass of the trainer, unless an option or the memory of the GPUs says otherwise."""
 
 CPU_MICRO_BATCH_TOKENS = 1024
-"""The same on a CPU, whose caches more would leave: with 8192 a step of models that are 64 to 2048 wide took 3 to 48 %
-longer."""
+"""The same on a CPU: more positions do not fit its caches. With 8192, a step of models that are 64 to 2048 wide took 3
+to 48 % longer."""
 
 _IMAGE_HOST = re.compile(r"[^\s/\\@?#*:\[\]]+(:\d{1,5})?")
 

@@ -55,8 +55,8 @@ class TrainScheduler:
 
     A round first runs, one by one, the commands at the heads of all runs that are not gradients. Then it takes
     gradients from the heads of all runs, up to `batch_tokens` positions, and runs them in one call. `fairness` decides
-    whose turn it is, with a quantum of `quantum` positions (one forward pass of the trainer, so that a turn is enough
-    work for the device). It sleeps on an event and never polls.
+    whose turn it is, with a quantum of `quantum` positions (one forward pass of a trainer on a GPU, so that a turn is
+    enough work for the device). It sleeps on an event and never polls.
 
     Before a call it waits a moment for runs of the last call: their clients have just received results, and those that
     submit the next gradient at once should share the next call instead of alternating. It waits after the result of a

@@ -28,7 +28,7 @@ from tinker_local.backend.vllm_engine.compat_vllm import (
     image_arguments,
     runs_on_cpu,
 )
-from tinker_local.backend.vllm_engine.release_engine import kept_by_dynamo
+from tinker_local.backend.vllm_engine.release_engine import kept_by_dynamo, workspaces_of_failures_left
 from tinker_local.backend.vllm_engine.sleep_mode import sleep_mode_is_free
 
 _MIB = 2**20
@@ -185,10 +185,11 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
             config = EngineArgs(**_engine_arguments(options)).create_engine_config(UsageContext.ENGINE_CONTEXT)
         patches.apply_to_config(config, options.image_cache_bytes)
         kept_before = kept_by_dynamo()
-        with stage("engine"):
-            engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
-        engine.kept_by_dynamo = kept_by_dynamo() - kept_before
-        patches.apply_to_engine(engine, events or patches.EngineEvents())
+        with workspaces_of_failures_left():
+            with stage("engine"):
+                engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+            engine.kept_by_dynamo = kept_by_dynamo() - kept_before
+            patches.apply_to_engine(engine, events or patches.EngineEvents())
     return engine
 
 

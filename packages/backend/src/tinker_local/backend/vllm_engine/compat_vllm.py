@@ -1,7 +1,7 @@
 """What differs between versions and platforms of vLLM, and where an engine keeps its parts.
 
-Tested with vLLM 0.26 (torch 2.11, CUDA) and 0.32 (torch 2.13, CPU). No module of this folder imports vLLM before
-`build_engine.prepare_environment` has run.
+Tested with vLLM 0.26 (torch 2.11, CUDA) and 0.32 (torch 2.13, CUDA and CPU). No module of this folder imports vLLM
+before `build_engine.prepare_environment` has run.
 """
 
 import contextlib

@@ -745,9 +745,10 @@ PATCHES = (
         used_in=("release_engine.py",),
     ),
     Patch(
-        "buffers of steps stay as long as the engine whose CUDA graphs write to them, and end with it",
-        "vLLM has one manager of them for a process. That of the next engine takes its place and frees them; the last "
-        "one knows its worker (0.32), whose memory stays when its engine is released: no later engine can sleep",
+        "workspaces (buffers of steps) stay as long as the engine whose CUDA graphs write to them, and end with it",
+        "vLLM has one manager of them for a process. The next engine's manager replaces it, and the buffers are freed. "
+        "Since 0.32 a manager also holds its worker, so the last engine's memory stays after its release, and no later "
+        "engine can sleep",
         "CUDA, 0.26 to 0.32",
         ("_manager", "_device", "_num_ubatches"),
         (

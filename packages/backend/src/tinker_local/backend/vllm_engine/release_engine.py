@@ -5,6 +5,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tinker_local.backend.vllm_engine.compat_vllm import lora_modules, lora_worker, model_runner
@@ -55,11 +56,23 @@ def workspaces() -> Any:
 
 
 def _leave_workspaces(manager: Any) -> None:
-    """Other engines go on with a new manager if theirs is `manager`, since that knows the worker of its engine."""
+    """Replace vLLM's manager if it is `manager`, which holds the worker of its engine."""
     from vllm.v1.worker import workspace
 
     if manager is not None and workspace._manager is manager:
         workspace._manager = workspace.WorkspaceManager(manager._device, manager._num_ubatches)
+
+
+@contextmanager
+def workspaces_of_failures_left() -> Iterator[None]:
+    """If what is built here fails, vLLM's manager of workspaces does not hold its worker, with all that was loaded."""
+    before = workspaces()
+    try:
+        yield
+    except BaseException:
+        if workspaces() is not before:  # no name for it: the error keeps the names of this frame
+            _leave_workspaces(workspaces())
+        raise
 
 
 def lora_slot_tensors(worker: Any) -> Iterator[Any]:
