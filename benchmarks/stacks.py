@@ -11,6 +11,7 @@ Qwen3-4B, of which two servers fit on 80 GB.
 """
 
 import argparse
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from control_plane import served
 from engine import room_for_models
 from harness import machine, processes, workloads
 from harness.scale import SCALES, Scale
+from measurements.steps import text_datum
+from measurements.ways import Sdk, step
 from on_cpu import Line, in_turns, table
 
 MODEL = "bench/text"
@@ -45,52 +48,41 @@ def prompts_of(scale: Scale, seed: int) -> list[list[int]]:
 class Run:
     """A training run of a server, under the official SDK. Each method returns seconds."""
 
-    def __init__(self, url: str, scale: Scale) -> None:
-        import tinker
-
-        self._tinker, self._scale = tinker, scale
-        service = tinker.ServiceClient(base_url=url, api_key="tml-local")
-        self._client = service.create_lora_training_client(base_model=MODEL, rank=scale.rank, seed=0).result()
-        self._data = [
-            tinker.Datum(
-                model_input=tinker.ModelInput.from_ints(tokens[:-1].tolist()),
-                loss_fn_inputs={
-                    "target_tokens": tinker.TensorData.from_numpy(tokens[1:]),
-                    "weights": tinker.TensorData.from_numpy(np.ones(len(tokens) - 1, np.float32)),
-                },
-            )
-            for tokens in workloads.ragged_sequences(scale)
-        ]
-        self.trained_tokens = sum(datum.model_input.length for datum in self._data)
+    def __init__(self, runner: asyncio.Runner, url: str, scale: Scale) -> None:
+        self._runner, self._scale, self._way = runner, scale, Sdk(url, MODEL)
+        self._run = runner.run(self._way.create(scale.rank))
+        data = [text_datum(tokens) for tokens in workloads.ragged_sequences(scale)]
+        self.trained_tokens = sum(datum.model_input.length for datum in data)
+        self._data = self._way.prepared(data)
 
     def train(self, _: int) -> float:
         """One step."""
-        start = time.perf_counter()
-        gradient = self._client.forward_backward(self._data, "cross_entropy")
-        self._client.optim_step(self._tinker.AdamParams(learning_rate=1e-4)).result()
-        gradient.result()
-        return time.perf_counter() - start
+        return self._seconds(step(self._way, self._run, self._data))
 
     def hand_over(self, turn: int) -> float:
         """From the save of weights to the first token that is sampled with them."""
-        start = time.perf_counter()
-        self._sampler = self._client.save_weights_and_get_sampling_client().result()
-        self._samples([prompts_of(self._scale, 10**6 + turn)[0]], 1)
-        return time.perf_counter() - start
+
+        async def first_token() -> None:
+            self._sampler = await self._way.sampler(self._run)
+            await self._way.sample(self._sampler, prompts_of(self._scale, 10**6 + turn)[0], 1)
+
+        return self._seconds(first_token())
 
     def sample(self, turn: int) -> float:
         """All requests at once."""
-        start = time.perf_counter()
-        self._samples(prompts_of(self._scale, turn), self._scale.output_tokens)
-        return time.perf_counter() - start
 
-    def _samples(self, prompts: list[list[int]], tokens: int) -> None:
-        params = self._tinker.SamplingParams(max_tokens=tokens, temperature=1.0, stop=[])
-        inputs = [self._tinker.ModelInput.from_ints(ids) for ids in prompts]
-        futures = [self._sampler.sample(each, 1, params) for each in inputs]
-        drawn = sum(len(future.result().sequences[0].tokens) for future in futures)
-        if drawn != len(prompts) * tokens:
-            raise RuntimeError(f"{drawn} tokens were sampled, not {len(prompts) * tokens}")
+        async def samples() -> None:
+            prompts, tokens = prompts_of(self._scale, turn), self._scale.output_tokens
+            drawn = await asyncio.gather(*(self._way.sample(self._sampler, prompt, tokens) for prompt in prompts))
+            if set(drawn) != {tokens}:
+                raise RuntimeError(f"{min(drawn)} tokens were sampled, not {tokens}")
+
+        return self._seconds(samples())
+
+    def _seconds(self, work: Coroutine[Any, Any, None]) -> float:
+        start = time.perf_counter()
+        self._runner.run(work)
+        return time.perf_counter() - start
 
 
 @contextlib.contextmanager
@@ -103,7 +95,6 @@ def alone(python: str, scale: str, model: Path, adapter: Path, log: Path) -> Ite
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=processes.environment(),
             cwd=processes.BENCHMARKS,
         )
     assert process.stdin is not None
@@ -154,7 +145,8 @@ def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[L
             way: served(folder / f"data-{way}", *serve, python=python, log=logs / f"serve-{way}.log")
             for way, python in options.stacks.items()
         }
-        runs = {way: Run(url, scale) for way, url in side_by_side(makers, stack).items()}
+        runner = stack.enter_context(asyncio.Runner())
+        runs = {way: Run(runner, url, scale) for way, url in side_by_side(makers, stack).items()}
         trained = next(iter(runs.values())).trained_tokens
         for what, tokens, method in (
             ("training", trained, "train"),
@@ -182,7 +174,7 @@ def stack_of(text: str) -> tuple[str, str]:
 def versions(python: str) -> str:
     """Of the libraries that `python` finds."""
     code = "from harness import machine; print(machine.describe()[1])"
-    found = subprocess.run([python, "-c", code], capture_output=True, text=True, env=processes.environment())
+    found = subprocess.run([python, "-c", code], capture_output=True, text=True)
     return found.stdout.strip() or found.stderr.strip()[-300:]
 
 
@@ -196,7 +188,7 @@ def main() -> int:
     if len(dict(options.stacks)) < 2:
         parser.error("the two stacks need two names")
     options.stacks = dict(options.stacks)
-    os.environ.update(processes.environment())  # servers inherit it
+    os.environ.update(processes.environment())  # all processes inherit it
     gpu, _, commit = machine.describe()
     head = [gpu, commit, *(f"{name}: {versions(python)}" for name, python in options.stacks.items()), ""]
     lines: list[Line] = []

@@ -2,7 +2,6 @@
 from each line, and prints `ANSWER` and the seconds of its work."""
 
 import sys
-import time
 from pathlib import Path
 
 
@@ -15,10 +14,8 @@ def main(scale_name: str, model: str, adapter: str) -> None:
     engine = VLLMAlone(scale, Path(model), Path(adapter), share=0.4)
     print("ANSWER 0", flush=True)
     for line in sys.stdin:
-        prompts = prompts_of(scale, int(line))
-        start = time.perf_counter()
-        engine.output_tokens_per_second(prompts, scale.output_tokens)
-        print(f"ANSWER {time.perf_counter() - start}", flush=True)
+        rate = engine.output_tokens_per_second(prompts_of(scale, int(line)), scale.output_tokens)
+        print(f"ANSWER {scale.requests * scale.output_tokens / rate}", flush=True)
 
 
 if __name__ == "__main__":

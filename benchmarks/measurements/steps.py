@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import numpy as np
 from harness import workloads
@@ -91,16 +92,18 @@ async def seconds_ahead(
 
 def text_data(scale: Scale, seed: int) -> list[object]:
     """Datums of `scale.step_length` tokens that predict the next one."""
+    lengths = [scale.step_length + 1] * scale.step_sequences
+    return [text_datum(tokens) for tokens in workloads.sequences(scale, lengths, seed)]
+
+
+def text_datum(tokens: workloads.Int64Array) -> Any:
+    """A datum in which each token but the last predicts the next one."""
     from tinker_local.types import Datum, ModelInput
 
-    lengths = [scale.step_length + 1] * scale.step_sequences
-    return [
-        Datum(
-            model_input=ModelInput.from_ints(tokens[:-1].tolist()),
-            loss_fn_inputs={"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)},
-        )
-        for tokens in workloads.sequences(scale, lengths, seed)
-    ]
+    return Datum(
+        model_input=ModelInput.from_ints(tokens[:-1].tolist()),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)},
+    )
 
 
 def image_datum(scale: Scale, number: int) -> object:

@@ -187,8 +187,8 @@ def test_buffers_of_steps_end_with_their_engine_on_fakes(monkeypatch: pytest.Mon
 @pytest.mark.mutation(
     "buffers-of-steps-know-a-failed-engine",
     "release_engine.py",
-    "            _leave_workspaces(workspaces())\n",
-    "            pass\n",
+    "        workspace._manager = before\n",
+    "        pass\n",
 )
 def test_a_build_that_fails_leaves_no_worker_on_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a fake worker, and vLLM's real manager of buffers."""

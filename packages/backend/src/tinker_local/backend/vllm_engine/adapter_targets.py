@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tinker_local.backend.families import family_of
+from tinker_local.backend.vllm_engine.compat_vllm import class_of_model
 
 
 def declare_lm_head(config: Any, _: int) -> None:
@@ -18,8 +19,7 @@ def declare_lm_head(config: Any, _: int) -> None:
     if head.name:
         model_class = getattr(importlib.import_module(f"vllm.model_executor.models.{head.module}"), head.name)
     else:
-        model = config.model_config
-        model_class, _ = model.registry.resolve_model_cls(model.architectures, model)
+        model_class = class_of_model(config)
     declared = getattr(model_class, "embedding_modules", {})  # a class without LoRA has none
     if "lm_head" in declared:
         return
@@ -44,8 +44,7 @@ def name_split_rows(config: Any, _: int) -> None:
     split = family_of(model.hf_config.model_type, model.model).lora.split
     if not split:
         return
-    found, _ = model.registry.resolve_model_cls(model.architectures, model)
-    for model_class in vars(importlib.import_module(found.__module__)).values():
+    for model_class in vars(importlib.import_module(class_of_model(config).__module__)).values():
         packed = getattr(model_class, "packed_modules_mapping", None)
         if isinstance(packed, dict):
             model_class.packed_modules_mapping = {
@@ -66,5 +65,5 @@ def name_stacked_modules(config: Any, _: int) -> None:
         stacked["qkv"] = ["qkv"]
     if getattr(text, "mlp_only_layers", None) or getattr(text, "decoder_sparse_step", 1) > 1:
         stacked["gate_up_proj"] = ["gate_proj", "up_proj"]
-    found, _ = model.registry.resolve_model_cls(model.architectures, model)
+    found = class_of_model(config)
     found.packed_modules_mapping = {**stacked, **found.packed_modules_mapping}

@@ -159,6 +159,13 @@ def allocator_owners(allocator: Any) -> list[Any]:
 # Where an engine keeps its parts ------------------------------------------------------------------------------------
 
 
+def class_of_model(config: Any) -> Any:
+    """vLLM's class of the model of a `VllmConfig`."""
+    model = config.model_config
+    found, _ = model.registry.resolve_model_cls(model.architectures, model)
+    return found
+
+
 def served_model(engine: Any) -> Any:
     """vLLM's module of the whole model, without what captures CUDA graphs."""
     return model_runner(engine).get_model()

@@ -29,7 +29,14 @@ from tinker_local.backend.vllm_engine import (
     vllm_experts,
     whole_images,
 )
-from tinker_local.backend.vllm_engine.compat_vllm import lora_worker, model_runner, runs_on_cpu, scheduler, version
+from tinker_local.backend.vllm_engine.compat_vllm import (
+    class_of_model,
+    lora_worker,
+    model_runner,
+    runs_on_cpu,
+    scheduler,
+    version,
+)
 
 RANKS_NAME = "TINKER_LOCAL_RANKS"
 """A variable of the environment: the name of the ranks of which this process is one."""
@@ -187,8 +194,7 @@ def _correct_yarn_of_sections() -> None:
 
 
 def _clear_features_of_pictures(config: Any, _: int) -> None:
-    model = config.model_config
-    found, _ = model.registry.resolve_model_cls(model.architectures, model)
+    found = class_of_model(config)
     original: Any = getattr(found, "_clear_deepstack_input_embeds", None)
     if original is None or hasattr(original, "__wrapped__"):
         return

@@ -66,12 +66,13 @@ def _leave_workspaces(manager: Any) -> None:
 @contextmanager
 def workspaces_of_failures_left() -> Iterator[None]:
     """If what is built here fails, vLLM's manager of workspaces does not hold its worker, with all that was loaded."""
-    before = workspaces()
+    from vllm.v1.worker import workspace
+
+    before = workspace._manager
     try:
         yield
     except BaseException:
-        if workspaces() is not before:  # no name for it: the error keeps the names of this frame
-            _leave_workspaces(workspaces())
+        workspace._manager = before
         raise
 
 

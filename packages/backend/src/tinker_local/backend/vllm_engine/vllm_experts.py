@@ -10,7 +10,7 @@ import torch
 from tinker_local.backend.families import family_of
 from tinker_local.backend.training.experts import SILU, ClampedGating
 from tinker_local.backend.training.kernels import TorchKernels
-from tinker_local.backend.vllm_engine.compat_vllm import version
+from tinker_local.backend.vllm_engine.compat_vllm import class_of_model, version
 from tinker_local.backend.vllm_engine.lora_operators import Factors
 
 _KERNELS = TorchKernels()
@@ -23,8 +23,8 @@ def share_factors(config: Any, _: int) -> None:
         return
     config.lora_config.enable_moe_shared_loras = True
     if version() < (0, 32):  # it would take gate and up of some models as one projection
-        found, _ = model.registry.resolve_model_cls(model.architectures, model)
-        config.lora_config.enable_mixed_moe_lora_format = getattr(found, "is_3d_moe_weight", False)
+        is_3d = getattr(class_of_model(config), "is_3d_moe_weight", False)
+        config.lora_config.enable_mixed_moe_lora_format = is_3d
 
 
 def make_group_of_experts(config: Any, _: int) -> None:
