@@ -1,6 +1,8 @@
-"""Garbage collection while modules are imported."""
+"""Garbage collection while modules are imported, and memory that is kept."""
 
+import ctypes
 import gc
+import subprocess
 import sys
 import types
 
@@ -8,6 +10,24 @@ import pytest
 from tinker_local.backend.heap import while_importing
 
 NAME = "a_module_of_this_test"
+BUFFERS = """
+import os, sys, threading
+from pathlib import Path
+from tinker_local.backend.heap import give_memory_back, keep_freed_memory
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+if "keep" in sys.argv:
+    keep_freed_memory()
+before = resident()
+thread = threading.Thread(target=lambda: [b"x" * (size << 20) for size in (1, 40, 200)])
+thread.start()
+thread.join()
+print(resident() - before)
+give_memory_back()
+print(resident() - before)
+"""
 
 
 def test_collection_waits_for_an_import_and_then_leaves_what_it_made_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +61,17 @@ def test_an_import_within_another_changes_nothing() -> None:
         assert gc.get_freeze_count() <= before
     finally:
         gc.enable()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
+def test_memory_that_a_thread_frees_is_kept_until_it_is_given_back() -> None:
+    """MiB resident after a thread has filled and freed 241, and after they are given back."""
+
+    def mebibytes(*arguments: str) -> list[int]:
+        command = [sys.executable, "-c", BUFFERS, *arguments]
+        return [int(line) for line in subprocess.check_output(command, text=True).split()]
+
+    kept, left = mebibytes("keep")
+    assert kept > 240
+    assert left < 20
+    assert max(mebibytes()) < 20

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
+_KEPT_BYTES, _MAPPED, _ARENAS = -1, -4, -8
+"""Of `mallopt`: M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX."""
+
 _new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _new_bytearray.restype, _new_bytearray.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
 
@@ -53,6 +56,19 @@ def give_memory_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep what it frees, for what it takes next; before anything starts a thread.
+
+    glibc maps each large buffer anew, and a thread's arena has no blocks above 64 MiB. In a training step of a small
+    model on a CPU the kernel then clears 1.2 million pages, which takes a sixth of its time. `give_memory_back` returns
+    what is kept. Does nothing without glibc.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        for option, value in ((_ARENAS, 1), (_MAPPED, 0), (_KEPT_BYTES, 2**31 - 1)):
+            set_option(option, value)
 
 
 def freeze_heap() -> None:
