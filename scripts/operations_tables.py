@@ -126,8 +126,9 @@ LIMITS: dict[str, dict[str, str]] = {
         "JSON values in a request for samples, for each position of the context length, and besides": (
             "http.sampling_routes.VALUES_PER_POSITION http.bodies.MAX_JSON_VALUES"
         ),
-        "texts or ids in `stop`, and characters of all texts": (
-            "types.requests_and_results.MAX_STOPS types.requests_and_results.MAX_STOP_CHARACTERS"
+        "texts in `stop`, characters of all; token ids in it": (
+            "types.requests_and_results.MAX_STOPS types.requests_and_results.MAX_STOP_CHARACTERS "
+            "types.requests_and_results.MAX_STOP_TOKENS"
         ),
         "cells of an answer: `len(prompt)` times k, target ids, or samples times tokens times k": (
             "sampling.prompt_scores.MAX_CELLS"

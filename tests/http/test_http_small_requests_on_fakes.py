@@ -47,15 +47,15 @@ async def test_sparse_tensors_may_have_256_cells_for_each_value_beyond_a_million
 
 
 @pytest.mark.parametrize(
-    ("stop", "why"),
+    ("stop", "why", "fits"),
     [
-        (["x" * 10] * 65, "65 stops are more than 64"),
-        (list(range(65)), "65 stops are more than 64"),
-        ("x" * 4097, "4097 characters are more than 4096"),
-        (["x" * 3000, "y" * 1097], "4097 characters are more than 4096"),
+        (["x" * 10] * 65, "65 stops are more than 64", ["x" * 10] * 64),
+        (list(range(1025)), "1025 stops are more than 1024", list(range(1024))),
+        ("x" * 4097, "4097 characters are more than 4096", "x" * 4096),
+        (["x" * 3000, "y" * 1097], "4097 characters are more than 4096", ["x" * 3000, "y" * 1096]),
     ],
 )
-def test_stops_that_would_be_looked_for_after_every_token_are_bounded(stop: Any, why: str) -> None:
+def test_stops_that_would_be_looked_for_after_every_token_are_bounded(stop: Any, why: str, fits: Any) -> None:
     with pytest.raises(ValueError, match=why):
         SamplingParams(stop=stop)
-    SamplingParams(stop=stop[:64] if isinstance(stop, list) and len(stop) > 64 else "x" * 4096)
+    SamplingParams(stop=fits)

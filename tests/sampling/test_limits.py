@@ -134,6 +134,16 @@ async def test_a_stop_id_outside_the_vocabulary_is_refused_by_name(text: Any) ->
         await sample(text, max_tokens=1, stop=(3, 100000))
 
 
+async def test_hundreds_of_stop_ids_stop_at_the_first_that_is_sampled(text: Any) -> None:
+    params = {"max_tokens": 50, "temperature": 30.0, "seed": 1}
+    tokens = (await sample(text, stop=(), **params)).tokens.tolist()
+    passed = set(tokens[:5])
+    end = next(i for i, token in enumerate(tokens) if token not in passed or token in eos_ids(text))
+    stopped = await sample(text, stop=tuple(set(range(512)) - passed), **params)
+    assert stopped.tokens.tolist() == tokens[: end + 1]
+    assert stopped.stop_reason == "stop"
+
+
 async def test_the_budget_ends_a_sample_with_length(text: Any) -> None:
     sequence = await sample(text, max_tokens=5, stop=())
     assert sequence.stop_reason == "length"

@@ -264,7 +264,9 @@ class CreateSamplingSessionRequest(Frozen):
 
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 4096
-"""Texts or ids in `stop`, and characters of all texts. Every text is looked for after every token of every sequence."""
+"""Texts in `stop`, and characters of all. Every text is looked for after every token of every sequence."""
+MAX_STOP_TOKENS = 1024
+"""Token ids in `stop`: every token with a newline in it, say, which is 130 of SmolLM2's."""
 
 
 class SamplingParams(Frozen):
@@ -286,8 +288,9 @@ class SamplingParams(Frozen):
     def _stop(cls, stop: Any) -> Any:
         stop = tuple(stop) if isinstance(stop, list) else stop
         items = (stop,) if isinstance(stop, str) else stop if isinstance(stop, tuple) else ()
-        if len(items) > MAX_STOPS:
-            raise ValueError(f"{len(items)} stops are more than {MAX_STOPS}")
+        most = MAX_STOPS if any(isinstance(item, str) for item in items) else MAX_STOP_TOKENS
+        if len(items) > most:
+            raise ValueError(f"{len(items)} stops are more than {most}")
         if (characters := sum(len(item) for item in items if isinstance(item, str))) > MAX_STOP_CHARACTERS:
             raise ValueError(f"{characters} characters are more than {MAX_STOP_CHARACTERS}")
         if stop is None or (isinstance(stop, str) and stop):
