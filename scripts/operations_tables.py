@@ -126,7 +126,7 @@ LIMITS: dict[str, dict[str, str]] = {
         "JSON values in a request for samples, for each position of the context length, and besides": (
             "http.sampling_routes.VALUES_PER_POSITION http.bodies.MAX_JSON_VALUES"
         ),
-        "texts in `stop`, characters of all; token ids in it": (
+        "texts in `stop`, characters of all texts, or token ids": (
             "types.requests_and_results.MAX_STOPS types.requests_and_results.MAX_STOP_CHARACTERS "
             "types.requests_and_results.MAX_STOP_TOKENS"
         ),

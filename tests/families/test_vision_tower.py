@@ -199,6 +199,17 @@ def test_every_linear_module_of_the_tower_is_a_target(trainers: Trainers) -> Non
         assert {target.path for target in trainer._loaded.tower.targets} == {f"model.visual.{name}" for name in linear}
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_patches_are_multiplied_and_not_convolved(
+    family: Family, trainers: Trainers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without cuDNN, and on CPUs, a convolution is slow. Its numbers are compared with transformers' above."""
+    trainer = trainers(family)
+    monkeypatch.setattr(torch.nn.functional, "conv3d", None)
+    assert trainer._loaded.tower is not None
+    assert len(trainer._loaded.tower.encode([noise(trainer, 1, 2, 3)]).embeds) == 6
+
+
 def test_a_text_model_has_no_tower_to_train(tmp_path: Path) -> None:
     trainer = HFTrainer(str(make_tiny_text_model(tmp_path / "m")), name="tiny/text", device="cpu")
     with pytest.raises(InvalidRequestError, match="tiny/text reads text only"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from tinker_local.backend import heap
 from tinker_local.backend.cli import check_command
 from tinker_local.backend.cli.check_command import check_machine, check_model
 from tinker_local.backend.cli.main import main
@@ -18,6 +19,14 @@ from tinker_local.backend.models.model_folder import look_at
 from tinker_local.backend.options import BackendOptions, ModelSource
 
 GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Has an item for each call of `serve`, in this process, that would keep the memory that is freed."""
+    calls: list[bool] = []
+    monkeypatch.setattr(heap, "keep_freed_memory", lambda: calls.append(True))
+    return calls
 
 
 @pytest.fixture
@@ -200,9 +209,10 @@ def test_the_command_says_all_and_fails_without_loading_engines(folder: Path, tm
     assert not (tmp_path / "d").exists()
 
 
-def test_serve_refuses_first_what_check_finds(folder: Path) -> None:
+def test_serve_refuses_first_what_check_finds(folder: Path, kept: list[bool]) -> None:
     (folder / "model.safetensors").write_bytes(b"")
     outcome = CliRunner().invoke(main, ["serve", "--model", f"m={folder}"])
+    assert kept
     assert outcome.exit_code == 2
     assert "it has 0 bytes" in outcome.output
 

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-_KEPT_BYTES, _MAPPED, _ARENAS = -1, -4, -8
-"""Of `mallopt`: M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX."""
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 
 _new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _new_bytearray.restype, _new_bytearray.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
@@ -49,25 +48,22 @@ def while_importing(module: str) -> Iterator[None]:
 
 
 def give_memory_back() -> None:
-    """Return memory that is free in this process; blocks for milliseconds, in which threads that allocate wait.
-
-    glibc otherwise keeps what was freed, in each thread's arena and whatever its size.
-    """
+    """Return memory that is free in this process, which glibc otherwise keeps. Threads that allocate wait meanwhile,
+    for milliseconds, or longer where gigabytes were kept."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep what it frees, for what it takes next; before anything starts a thread.
+    """Where no GPU computes, let this process keep what it frees for what it takes next; before it starts a thread.
 
-    glibc maps each large buffer anew, and a thread's arena has no blocks above 64 MiB. In a training step of a small
-    model on a CPU the kernel then clears 1.2 million pages, which takes a sixth of its time. `give_memory_back` returns
-    what is kept. Does nothing without glibc.
+    glibc maps each large buffer anew, and a thread's arena has no blocks above 64 MiB, so the kernel clears 1.2 million
+    pages in a training step of a small model: a sixth of its time. Does nothing without glibc.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is not None:
-        for option, value in ((_ARENAS, 1), (_MAPPED, 0), (_KEPT_BYTES, 2**31 - 1)):
+    if set_option is not None and not memory_of_gpus():
+        for option, value in ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1)):
             set_option(option, value)
 
 

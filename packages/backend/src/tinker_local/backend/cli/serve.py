@@ -166,9 +166,9 @@ def serve(
 
         TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python program.py
     """
-    from tinker_local.backend.heap import keep_freed_memory, memory_of_gpus
+    from tinker_local.backend.heap import keep_freed_memory
 
-    if not (fake or memory_of_gpus()):  # tensors are in this process
+    if not fake:
         keep_freed_memory()  # what is imported below starts threads
 
     from rich.console import Console

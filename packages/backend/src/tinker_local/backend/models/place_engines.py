@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tinker_local.backend.heap import free_on_gpu, memory_available
+from tinker_local.backend.heap import free_on_gpu, give_memory_back, memory_available
 from tinker_local.backend.models.gpu_plan import (
     COUNTED_RANK,
     GpuPlan,
@@ -98,6 +98,7 @@ def _cpu_cache(config: Mapping[str, Any], engine: "EngineOptions", options: Back
         return LEAST_CPU_CACHE
     context = min(options.max_context_length or longest, longest)
     wanted = CPU_CONTEXTS * sizes.sequence_bytes(context, engine.max_batched_tokens)
+    give_memory_back()  # what loading another model has freed
     weights = (sizes.layers * sizes.layer_parameters + 2 * sizes.vocabulary * sizes.hidden) * sizes.itemsize
     return max(LEAST_CPU_CACHE, min(wanted, MOST_CPU_CACHE, (memory_available() - 2 * weights) // 8))
 

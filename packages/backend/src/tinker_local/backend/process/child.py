@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from tinker_local.backend.heap import freeze_heap, while_importing
+from tinker_local.backend.heap import freeze_heap, keep_freed_memory, while_importing
 from tinker_local.backend.process.channel import Channel
 from tinker_local.backend.process.messages import (
     Answer,
@@ -53,6 +53,7 @@ def main(descriptor: int) -> None:
     # that it still needs. (SIG_IGN would be inherited by processes that libraries start here.)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
+    keep_freed_memory()
     os.dup2(2, 1)  # what libraries print must not mix with the server's output
     os.set_inheritable(descriptor, False)
     faulthandler.enable()

@@ -41,6 +41,7 @@ class VisionTower:
         self.images_encoded = 0
         for module in tower.modules():
             if isinstance(module, torch.nn.Conv3d):
+                assert (module.stride, module.padding, module.groups) == (module.kernel_size, (0, 0, 0), 1)
                 module.forward = functools.partial(_whole_patches, module)
         for linear in self._by_module:
             linear.forward = functools.partial(self._linear, linear, linear.forward)
@@ -135,7 +136,7 @@ class TowerPass:
 
 
 def _whole_patches(convolution: torch.nn.Conv3d, patches: torch.Tensor) -> torch.Tensor:
-    """`convolution` of `patches`, each as large as its kernel, as one matrix product.
+    """`convolution` of `patches` of the size of its kernel, as one matrix product.
 
     As a convolution, 1,024 patches in bfloat16 take 8 s on an H200 where torch has no cuDNN, and 0.2 ms as a product.
     On a CPU a product takes a third of the time.
