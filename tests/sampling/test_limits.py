@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.sampler import SampleWork
+from tinker_local.backend.vllm_engine.compat_vllm import scheduler
 from tinker_local.backend.vllm_engine.engine_inputs import engine_params, engine_prompt
 from tinker_local.backend.vllm_engine.engine_thread import EngineRequest
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import InvalidRequestError, SampledSequence, SamplingParams
 
 PROMPT = list(range(30, 45))
+CONTEXT = 512
+"""A part of what the model has, and a multiple of vLLM's blocks."""
 
 
 async def sample(served: Any, prompt: list[int] = PROMPT, **params: Any) -> SampledSequence:
@@ -52,6 +55,22 @@ async def test_prompt_and_max_tokens_may_fill_the_context_but_not_exceed_it(text
         message = "Prompt length plus max_tokens exceeds the model's context window: " + numbers
         with pytest.raises(InvalidRequestError, match=message):
             await sample(text, [i % 300 for i in range(length)], **params)
+
+
+async def test_a_context_that_the_cache_bounds_is_served_to_its_end(text: Any) -> None:
+    cache = scheduler(text.sampler._engine.live()).kv_cache_config
+    block = sum(each.size for each in cache.kv_cache_tensors) // cache.num_blocks
+    positions = cache.kv_cache_groups[0].kv_cache_spec.block_size
+    blocks = CONTEXT // positions + 1  # vLLM leaves one empty
+    options = dataclasses.replace(text.options, kv_cache_bytes=blocks * block, max_context_length=None)
+    sampler = VLLMSampler(options, text.sampler._thread)
+    try:
+        assert sampler.max_context_length == CONTEXT
+        work = SampleWork(text.prompt([i % 300 for i in range(CONTEXT - 1)]), None, SamplingParams(max_tokens=1))
+        output = await asyncio.wait_for(sampler.sample(work), 60)
+    finally:
+        await sampler.close()
+    assert output.sequences[0].tokens.size == 1
 
 
 async def test_an_empty_prompt_is_refused(text: Any) -> None:

@@ -112,6 +112,21 @@ def _keep_bars_out_of_files() -> None:
     warmup.warmup = without_bar
 
 
+def _leave_a_block_empty() -> None:
+    from vllm.v1.core import kv_cache_utils
+
+    original: Any = getattr(kv_cache_utils, "_max_memory_usage_bytes_from_groups", None)
+    if version() >= (0, 32) or hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def and_one_block(config: Any, groups: Any) -> int:
+        more: int = kv_cache_utils._pool_bytes_per_block(config, groups)
+        return original(config, groups) + more
+
+    kv_cache_utils._max_memory_usage_bytes_from_groups = and_one_block
+
+
 def _leave_the_heap_alone() -> None:
     for name in ("vllm.v1.engine.core", "vllm.v1.worker.gpu_worker"):
         importlib.import_module(name).freeze_gc_heap = lambda: None  # type: ignore[attr-defined]
@@ -357,6 +372,15 @@ PATCHES = (
         ("PunicaWrapperCPU",),
         ("sampling/test_adapters.py::test_base_and_adapters_in_one_step_do_not_touch_each_other",),
         to_process=_replace_cpu_operators,
+    ),
+    Patch(
+        "a prompt as long as the context that is served fits the KV cache",
+        "one block of it is never given to a sequence, which the context that fits was found without: the scheduler "
+        "then waits for that block for ever",
+        "before 0.32",
+        ("_max_memory_usage_bytes_from_groups", "_pool_bytes_per_block"),
+        ("sampling/test_limits.py::test_a_context_that_the_cache_bounds_is_served_to_its_end",),
+        to_process=_leave_a_block_empty,
     ),
     Patch(
         "the class of a model is looked at in this process, which loads it next",

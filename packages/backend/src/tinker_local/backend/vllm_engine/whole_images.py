@@ -26,8 +26,9 @@ def see_whole_images() -> None:
         return
 
     @functools.wraps(original)
-    def build(self: Any, common_prefix_len: int, step: Any, fast_build: bool = False) -> Any:
-        return original(self, common_prefix_len, _cut_at_images(step), fast_build)
+    def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **further: Any) -> Any:
+        # Older versions give both by name.
+        return original(self, common_prefix_len, _cut_at_images(common_attn_metadata), *args, **further)
 
     CPUAttentionMetadataBuilder.build = build
 
