@@ -121,8 +121,7 @@ def _leave_a_block_empty() -> None:
 
     @functools.wraps(original)
     def and_one_block(config: Any, groups: Any) -> int:
-        more: int = kv_cache_utils._pool_bytes_per_block(config, groups)
-        return original(config, groups) + more
+        return int(original(config, groups) + kv_cache_utils._pool_bytes_per_block(config, groups))
 
     kv_cache_utils._max_memory_usage_bytes_from_groups = and_one_block
 
