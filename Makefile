@@ -12,7 +12,7 @@ BOOTSTRAP := sh scripts/bootstrap.sh </dev/null
 SOURCES := packages/types/src packages/client/src packages/backend/src
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo wheels test test-more test-ray test-vllm mutations check format proto serve bench bench-tiny advisories clean
+.PHONY: help setup demo wheels test test-more test-ray test-vllm mutations mutants check format proto serve bench bench-tiny advisories clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -56,6 +56,9 @@ check: setup ## format, lint, types, circles of imports, mutations that no longe
 mutations: export OMP_NUM_THREADS ?= 1
 mutations: setup ## break a line for each mutation and see its test fail: ARGS="--only NAME" for one
 	$(BIN)/python tests/mutations.py $(ARGS)
+
+mutants: setup ## break code by rule and list what no test notices, in hours: ARGS=losses, ARGS="scheduling --file fairness.py"
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 format: setup ## rewrite the code as `check` wants it
 	$(BIN)/ruff format .

@@ -12,6 +12,7 @@ import tempfile
 import textwrap
 import threading
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -97,6 +98,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Modules and tests stay, so that searches for garbage leave them out from now on."""
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How long the tests of each folder took, all workers together."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[Path(report.nodeid.partition("::")[0]).parent.name] += report.duration
+    if sum(seconds.values()) > 60:
+        took = ", ".join(
+            f"{folder} {taken:.0f} s" for folder, taken in sorted(seconds.items(), key=lambda each: -each[1])
+        )
+        terminalreporter.write_line(f"{sum(seconds.values()):.0f} s of workers: {took}")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,13 +2,14 @@
 
     python tests/mutations.py [--only NAME ...] [--list] [--check] [--workers N]
 
-A mutation is a mark of the test that catches it; the table of all of them is read from the test files:
+A mutation is a mark of the test that catches it:
 
-    @pytest.mark.mutation("draws-not-rewound", "patches.py", "        to_engine=_rewind_discarded_draws,\\n", "")
+    @pytest.mark.mutation("eps-ignored", "AdamW.updated", "+ settings.eps", "")
 
-Its arguments: a name; a file under `packages/`, by the end of its path; a text that the file holds exactly once; and
-what replaces it. `cases=("one", "two")` says which cases of a parametrized test must fail, otherwise one of them must.
-Another test that catches the same mutation has a mark with its name alone.
+Its arguments: a name; a function by its name, with as much before it as only one function has; a text that is in the
+function exactly once; and what replaces it. `cases=("one", "two")` says which cases of a parametrized test must fail,
+otherwise one of them must. Marks are for promises whose test one would not believe otherwise: of numbers, of order, of
+what is durable, and of what one client sees of another. `make mutants` breaks everything in two folders by rule.
 
 The packages and tests, and what tests read beside them, are copied to temporary folders, one per worker; nothing here
 is changed. First all the tests must pass on a copy as it is. Then each mutation is made alone, and its tests run and
@@ -72,33 +73,27 @@ TEST_SECONDS = 120
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """`file`: the end of a path under `packages/`. `tests`: node ids of functions, one case of which must fail, or of
-    single cases."""
+    """`function`: the end of its dotted name. `tests`: node ids of a test, one case of which must fail, or of its cases
+    that must."""
 
     name: str
-    file: str
+    function: str
     original: str
     replacement: str
     tests: tuple[str, ...]
 
 
 def read_mutations(root: Path = ROOT) -> list[Mutation]:
-    """The mutations at the tests under `root`, in the order of their files. ValueError if two have the same name, or a
-    test names one that no test describes."""
-    described: dict[str, tuple[str, str, str]] = {}
-    tests: dict[str, list[str]] = {}
+    """The mutations at the tests under `root`, in the order of their files. ValueError if two have the same name."""
+    found: dict[str, Mutation] = {}
     for test, mark in _marks(root):
-        name, *change = (ast.literal_eval(argument) for argument in mark.args)
+        name, function, original, replacement = (ast.literal_eval(argument) for argument in mark.args)
+        if name in found:
+            raise ValueError(f"{test}: there is another mutation with the name {name!r}")
         cases = [case for keyword in mark.keywords for case in ast.literal_eval(keyword.value)]
-        if change:
-            if name in described:
-                raise ValueError(f"{test}: there is another mutation with the name {name!r}")
-            file, original, replacement = change
-            described[name] = (file, original, replacement)
-        tests.setdefault(name, []).extend([f"{test}[{case}]" for case in cases] or [test])
-    if missing := sorted(tests.keys() - described.keys()):
-        raise ValueError(f"no test describes the mutation {missing[0]!r} of {tests[missing[0]][0]}")
-    return [Mutation(name, *change, tuple(tests[name])) for name, change in described.items()]
+        tests = tuple(f"{test}[{case}]" for case in cases) or (test,)
+        found[name] = Mutation(name, function, original, replacement, tests)
+    return list(found.values())
 
 
 def _marks(root: Path) -> Iterator[tuple[str, ast.Call]]:
@@ -114,26 +109,51 @@ def _marks(root: Path) -> Iterator[tuple[str, ast.Call]]:
                         yield f"{file.relative_to(root)}::{node.name}", mark
 
 
+@dataclass(frozen=True, slots=True)
+class Function:
+    """`first`, `last`: its lines in `file`, from 1, with its decorators."""
+
+    name: str
+    file: Path
+    first: int
+    last: int
+
+
 @functools.cache
-def _sources(root: Path) -> list[Path]:
-    return [path for path in root.glob("packages/*/src/**/*") if path.is_file()]
+def _functions(root: Path) -> list[Function]:
+    """All of the packages; `name` is dotted, from the module on."""
+    found: list[Function] = []
+
+    def search(node: ast.AST, file: Path, name: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                of_child = f"{name}.{child.name}"
+                if not isinstance(child, ast.ClassDef):
+                    first = min(each.lineno for each in (child, *child.decorator_list))
+                    found.append(Function(of_child, file, first, child.end_lineno or first))
+                search(child, file, of_child)
+            else:
+                search(child, file, name)
+
+    for file in root.glob("packages/*/src/**/*.py"):
+        search(ast.parse(file.read_text()), file, file.stem)
+    return found
 
 
-def source_of(mutation: Mutation, root: Path = ROOT) -> Path:
-    """The file that a mutation changes. ValueError unless exactly one file has that path or name and holds the original
-    text exactly once."""
-    found = [path for path in _sources(root) if str(path).endswith(f"/{mutation.file}")]
+def broken(mutation: Mutation, root: Path = ROOT) -> tuple[Path, str]:
+    """A file, and its text with the mutation in it. ValueError unless exactly one function has that name and holds the
+    original text exactly once."""
+    found = [each for each in _functions(root) if f".{each.name}".endswith(f".{mutation.function}")]
     who = f"{mutation.name} ({mutation.tests[0]})"
     if len(found) != 1:
-        raise ValueError(f"{who}: {len(found)} files are called {mutation.file}")
-    if (count := found[0].read_text().count(mutation.original)) != 1:
-        raise ValueError(f"{who}: {mutation.file} has its original text {count} times: {mutation.original!r}")
-    return found[0]
-
-
-def broken(mutation: Mutation, source: Path) -> str:
-    """The text of the file `source` with the mutation in it."""
-    return source.read_text().replace(mutation.original, mutation.replacement)
+        raise ValueError(f"{who}: {len(found)} functions are called {mutation.function}")
+    [function] = found
+    lines = function.file.read_text().splitlines(keepends=True)
+    body = "".join(lines[function.first - 1 : function.last])
+    if (count := body.count(mutation.original)) != 1:
+        raise ValueError(f"{who}: {mutation.function} has its original text {count} times: {mutation.original!r}")
+    body = body.replace(mutation.original, mutation.replacement)
+    return function.file, "".join([*lines[: function.first - 1], body, *lines[function.last :]])
 
 
 def faults(mutations: Sequence[Mutation]) -> list[str]:
@@ -141,9 +161,7 @@ def faults(mutations: Sequence[Mutation]) -> list[str]:
     found = []
     for mutation in mutations:
         try:
-            source = source_of(mutation)
-            if source.suffix == ".py":
-                ast.parse(broken(mutation, source))
+            ast.parse(broken(mutation)[1])
         except (ValueError, SyntaxError) as error:
             found.append(str(error) if type(error) is ValueError else f"{mutation.name}: {error}")
     return found
@@ -268,9 +286,9 @@ class Copy:
 
     def run_broken(self, mutation: Mutation) -> Outcome:
         """Run the tests of one mutation on the copy with the mutation in it."""
-        source = source_of(mutation, self.folder)
+        source, wrong = broken(mutation, self.folder)
         text = source.read_text()
-        source.write_text(broken(mutation, source))
+        source.write_text(wrong)
         try:
             return self.run(mutation.tests)
         finally:
@@ -375,7 +393,7 @@ def main() -> int:
     chosen = [by_name[name] for name in arguments.only or by_name]
     if arguments.list:
         for mutation in chosen:
-            print(f"{mutation.name}: {mutation.file}, {mutation.tests[0]}")
+            print(f"{mutation.name}: {mutation.function}, {mutation.tests[0]}")
         return 0
     if wrong := faults(chosen):
         print(*wrong, sep="\n")

@@ -58,7 +58,6 @@ def test_on_a_large_card_the_trainer_computes_nothing_again_and_the_cache_gets_t
     assert 2 * EIGHT.weight_bytes + found.kv_cache + found.activations < 134 * GIB
 
 
-@pytest.mark.mutation("exchanges-not-planned", "gpu_plan.py", "    if context_parallel > 1:\n", "    if False:\n")
 def test_ranks_that_share_rows_need_memory_for_their_part_and_what_they_exchange() -> None:
     whole = plan(EIGHT, 200, context=8192, kv_cache=0, samples=False)
     part = plan(EIGHT, 200, context=8192, kv_cache=0, samples=False, context_parallel=2)
@@ -83,10 +82,6 @@ def test_a_decoder_that_keeps_more_gets_more() -> None:
     assert more.kv_cache < found.kv_cache
 
 
-@pytest.mark.mutation(
-    "tower-not-planned", "gpu_plan.py", "        trainer += micro_batch_tokens * sizes.tower.kept\n", ""
-)
-@pytest.mark.mutation("tower-not-in-adapters", "gpu_plan.py", "+ self.vocabulary + of_tower)", "+ self.vocabulary)")
 def test_a_vision_tower_that_is_trained_takes_its_memory_from_the_cache() -> None:
     """Of vLLM's slots, of the trainer's adapters, and of what a micro-batch of images keeps; its backward, if that
     takes more than the decoder, is what the activations have room for."""
@@ -150,18 +145,6 @@ def test_steps_are_as_large_as_vllm_takes_them_on_a_card() -> None:
 HYBRID = dataclasses.replace(EIGHT, layers=32, linear=24, state_bytes=2 * 2**20)
 
 
-@pytest.mark.mutation(
-    "more-sequences-than-states",
-    "gpu_plan.py",
-    "if self.linear else wanted",
-    "if False else wanted",
-)
-@pytest.mark.mutation(
-    "fewer-sequences-with-more-memory",
-    "gpu_plan.py",
-    "return max(found, key=lambda plan: plan.step.sequences)",
-    "return found[0]",
-)
 def test_a_step_has_no_more_sequences_than_the_cache_has_blocks() -> None:
     """Eight layers share a block, and vLLM refuses to start with fewer blocks than sequences."""
     block = HYBRID.block_bytes

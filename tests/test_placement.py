@@ -38,7 +38,6 @@ def gpus_of(found: list[Layout]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]
     return {(layout.train_gpus, layout.sample_gpus) for layout in found}
 
 
-@pytest.mark.mutation("one-gpu-of-many", "placement.py", 'if gpus < 2 or place == "inline":', "if True:")
 def test_by_default_every_gpu_trains_and_samples_and_shares_only_what_has_to_be_shared() -> None:
     found = layouts(BackendOptions(), 4, kv_heads=8)
     shared = [(1, 1), (1, 4), (2, 1), (2, 4), (4, 1), (4, 4)]
@@ -48,12 +47,6 @@ def test_by_default_every_gpu_trains_and_samples_and_shares_only_what_has_to_be_
     assert layouts(BackendOptions(shard=2), 4, kv_heads=1) == [Layout((0, 1, 2, 3), (0, 1, 2, 3), 1, 2)]
 
 
-@pytest.mark.mutation(
-    "gpus-of-the-other-engine-taken",
-    "placement.py",
-    "tuple(gpu for gpu in range(gpus) if gpu not in others) or tuple(range(gpus))",
-    "tuple(range(gpus))",
-)
 def test_with_the_gpus_of_one_engine_named_the_other_has_the_rest() -> None:
     def found(gpus: int, **options: Any) -> Any:
         (both,) = gpus_of(layouts(BackendOptions(**options), gpus, kv_heads=8))
@@ -79,7 +72,6 @@ def test_an_engine_in_the_server_s_process_is_on_the_first_gpu() -> None:
         found(trainer="inline", shard=2)
 
 
-@pytest.mark.mutation("any-kv-heads-share-rows", "placement.py", "    if kv_heads % parts:", "    if False:")
 def test_gpus_compute_micro_batches_together_if_their_number_and_the_kv_heads_can_be_divided() -> None:
     (four, *_, last) = layouts(BackendOptions(context_parallel=2), 4, kv_heads=8)
     assert four == Layout((0, 1, 2, 3), (0, 1, 2, 3), context_parallel=2)
@@ -129,12 +121,6 @@ def test_every_combination_of_options_keeps_what_is_named_and_uses_every_gpu() -
             assert whole or (layout == ONE_GPU == found[-1] and not named), case
 
 
-@pytest.mark.mutation(
-    "missing-gpu-refused-without-those-there",
-    "placement.py",
-    "there are {_names(range(count))}",
-    "there are {count} GPUs",
-)
 def test_a_gpu_that_is_not_there_is_refused_with_those_that_are() -> None:
     check_gpus("--sample-gpus", [0, 2], 3)
     for count, sentence in (
@@ -214,9 +200,6 @@ def place(tiny_models: dict[str, Path], free: dict[int, float]) -> Place:
     return placed
 
 
-@pytest.mark.mutation(
-    "sampler-alone-shares-its-gpu", "place_engines.py", "trains=gpu in layout.trains_on,", "trains=True,"
-)
 def test_each_replica_gets_the_cache_that_fits_its_gpu_and_sleeps_only_beside_the_trainer(
     place: Place, free: dict[int, float]
 ) -> None:
@@ -248,7 +231,6 @@ def test_each_replica_gets_the_cache_that_fits_its_gpu_and_sleeps_only_beside_th
     assert (given.activation_bytes, [each.kv_cache_bytes for each in given.engines]) == (None, [2**20] * 3)
 
 
-@pytest.mark.mutation("shard-choice-ignored", "placement.py", 'options.shard == "auto" and gpus and', "gpus and")
 def test_as_much_is_shared_as_the_memory_of_the_gpus_asks_for(place: Place, free: dict[int, float]) -> None:
     """17.4 GiB of weights."""
 
@@ -270,12 +252,6 @@ def test_as_much_is_shared_as_the_memory_of_the_gpus_asks_for(place: Place, free
         shared(20, shard="never")
 
 
-@pytest.mark.mutation(
-    "twice-the-tokens-without-room",
-    "place_engines.py",
-    "memory(2 * tokens).everything <= found.activations",
-    "True",
-)
 def test_ranks_that_share_layers_take_twice_the_tokens_where_they_train_alone_and_have_room(
     place: Place, free: dict[int, float]
 ) -> None:
@@ -290,7 +266,6 @@ def test_ranks_that_share_layers_take_twice_the_tokens_where_they_train_alone_an
     assert tokens(24) == 8192
 
 
-@pytest.mark.mutation("busy-gpu-stops-the-start", "placement.py", "else [*found, ONE_GPU]", "else found")
 def test_where_not_all_gpus_have_room_one_has_both_engines_and_the_line_says_why(
     place: Place, free: dict[int, float]
 ) -> None:
@@ -309,9 +284,6 @@ def test_where_not_all_gpus_have_room_one_has_both_engines_and_the_line_says_why
         place()
 
 
-@pytest.mark.mutation(
-    "cache-of-given-size-shares-no-layers", "place_engines.py", "    *_, most = [layout", "    most, *_ = [layout"
-)
 def test_a_cache_of_given_size_is_never_refused_and_shares_what_does_not_fit(
     place: Place, free: dict[int, float]
 ) -> None:
@@ -330,12 +302,6 @@ def test_a_trainer_on_a_cpu_takes_as_many_positions_as_its_caches_hold(place: Pl
     assert place(gpus=0).micro_batch_tokens == 1024
 
 
-@pytest.mark.mutation(
-    "cache-too-small-for-states",
-    "place_engines.py",
-    "if kv_cache is not None and kv_cache < least:",
-    "if False:",
-)
 def test_a_cache_that_is_too_small_for_the_states_of_linear_attention_is_refused(
     free: dict[int, float], tmp_path: Path
 ) -> None:
@@ -376,9 +342,6 @@ class StartedError(Exception):
     """What would run where."""
 
 
-@pytest.mark.mutation(
-    "layout-not-said", "load_engines.py", "    if gpus > 1:\n        progress(", "    if gpus > 8:\n        progress("
-)
 def test_a_start_on_two_gpus_says_its_layout_and_starts_it(
     tiny_models: dict[str, Path], free: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

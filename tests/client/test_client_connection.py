@@ -93,12 +93,6 @@ def test_a_fake_server_that_still_loads_is_waited_for(fake_server: Any, caplog: 
     assert "still loading" in caplog.text
 
 
-@pytest.mark.mutation(
-    "loading-server-is-an-error",
-    "endpoint.py",
-    "while answer.status_code == 503 and",
-    "while answer.status_code == 0 and",
-)
 def test_what_the_sdk_does_not_send_waits_for_a_server_that_loads_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """`use_served_names` and `log_metrics`."""
     monkeypatch.setattr(endpoint, "LOADING_DELAY_S", 0.0)

@@ -138,13 +138,6 @@ def seen(image: PIL.Image.Image) -> npt.NDArray[np.uint8]:
     return np.rint(rgba[..., :3] * alpha + 255 * (1 - alpha)).astype(np.uint8)
 
 
-@pytest.mark.mutation(
-    "transparent-colour-sent-raw",
-    "encode_images.py",
-    " and not opened.has_transparency_data:",
-    ":",
-    cases=("PNG RGB with a transparent colour",),
-)
 @pytest.mark.parametrize("name", IMAGES)
 def test_every_reader_sees_in_the_chunk_what_a_viewer_shows(name: str, processor: Qwen2VLImageProcessor) -> None:
     image = IMAGES[name]()
@@ -184,12 +177,6 @@ def test_expected_tokens_is_what_hf_gives(size: tuple[int, int], processor: Qwen
     assert image_chunk(image, processor).expected_tokens == grid.prod() // processor.merge_size**2
 
 
-@pytest.mark.mutation(
-    "client-ignores-rotation",
-    "encode_images.py",
-    "if found and upright and",
-    "if found and",
-)
 def test_a_rotated_image_is_counted_as_it_is_seen(processor: Qwen2VLImageProcessor) -> None:
     exif = PIL.Image.Exif()
     exif[ORIENTATION] = 6
@@ -199,12 +186,6 @@ def test_a_rotated_image_is_counted_as_it_is_seen(processor: Qwen2VLImageProcess
     assert chunk.expected_tokens == small.get_number_of_image_patches(96, 24, {})
 
 
-@pytest.mark.mutation(
-    "client-counts-width-first",
-    "encode_images.py",
-    "get_number_of_image_patches(rgb.height, rgb.width, {})",
-    "get_number_of_image_patches(rgb.width, rgb.height, {})",
-)
 def test_a_counter_is_asked_for_height_then_width() -> None:
     class AspectRatio:  # HF's own count is the same either way
         merge_size = 1

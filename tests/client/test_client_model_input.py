@@ -197,9 +197,6 @@ def test_a_part_that_cannot_be_used_is_named(parts: tuple[Any, ...], message: st
         model_input(*parts)
 
 
-@pytest.mark.mutation(
-    "image-names-as-text", "client/inputs.py", "isinstance(part, str) and _names_an_image(part)", "False"
-)
 def test_the_name_of_an_image_file_is_not_silently_text(tokenizer: Any, tmp_path: Path) -> None:
     file = tmp_path / "cat.PNG"
     PIL.Image.new("RGB", (28, 28)).save(file)

@@ -57,18 +57,6 @@ def served(tmp_path: Path, tiny_models: dict[str, Path]) -> Iterator[tuple[Any, 
     server.close()
 
 
-@pytest.mark.mutation(
-    "served-names-not-redirected",
-    "served_names.py",
-    "_folders.get(str(name), name)",
-    "_folders.get(str(name) * 2, name)",
-)
-@pytest.mark.mutation(
-    "tokenizers-by-the-servers-disk",
-    "served_names.py",
-    'model["tokenizer_id"]] = found',
-    'model["base_model"]] = found',
-)
 def test_an_unmodified_program_finds_tokenizers_processors_and_renderers(served: Any, tmp_path: Path) -> None:
     server, folder = served
     program = tmp_path / "program.py"

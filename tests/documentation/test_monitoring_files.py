@@ -71,9 +71,6 @@ def problems(expression: str, shown: str) -> list[str]:
     return found
 
 
-@pytest.mark.mutation(
-    "board-of-metrics-that-are-gone", "server_metrics.py", '"tinker_local_disk_free_bytes"', '"tinker_local_disk_free"'
-)
 def test_every_metric_and_label_of_board_and_alerts_is_exported() -> None:
     assert len([*expressions()]) > 30
     assert {expression: found for expression, shown in expressions() if (found := problems(expression, shown))} == {}

@@ -47,12 +47,6 @@ def trained(request: pytest.FixtureRequest, real_server: Any) -> tuple[str, str,
     return state, export, after, base_model
 
 
-@pytest.mark.mutation(
-    "export-is-a-checkpoint",
-    "exports.py",
-    "call(model.base.engines.trainer.export, model.model_id)",
-    "call(model.base.engines.trainer.capture, model.model_id, optimizer=False)",
-)
 @pytest.mark.parametrize("which", ["weights", "external_weights"])
 def test_checkpoint_downloaded_by_the_command_is_what_peft_loads_and_was_trained(
     real_server: Any, trained: Any, tiny_models: dict[str, Path], tmp_path: Path, which: str

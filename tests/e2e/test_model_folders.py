@@ -210,21 +210,8 @@ async def start(path: str, data_dir: Path) -> None:
 
 
 @pytest.mark.mutation(
-    "adapter-in-the-folder",
-    "model_folder.py",
-    "*_pointers(folder), *_adapters(folder)",
-    "*_pointers(folder)",
-    cases=("adapter-left",),
-)
-@pytest.mark.mutation(
-    "weights-made-up", "checkpoint_fit.py", "    if missing:\n", "    if False:\n", cases=("tensor-missing", "no-head")
-)
-@pytest.mark.mutation(
-    "weights-left-over", "checkpoint_fit.py", "    if unexpected:\n", "    if False:\n", cases=("bias-left-over",)
-)
-@pytest.mark.mutation(
     "nan-not-looked-for",
-    "cli/check_command.py",
+    "_fault_of_weights",
     "    return not_finite(stored_tensors(folder).values())",
     "    return None",
     cases=("nan",),
@@ -246,7 +233,6 @@ def test_a_folder_that_is_not_one_model_is_refused_in_a_sentence(whole: Path, tm
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.mutation("nan-loaded", "training/load_model.py", "    check_finite(model, path, folder_of(path))\n", "")
 @pytest.mark.parametrize("fault", ["nan", "infinity"])
 def test_a_number_that_is_none_is_named_with_its_place_when_weights_are_loaded(
     whole: Path, tmp_path: Path, fault: str

@@ -37,10 +37,9 @@ def train(driver: Any, *, save_in_between: bool) -> tuple[list[float], list[Any]
 
 @pytest.mark.mutation(
     "saving-replaces-the-adapter",
-    "save_weights_for_sampler.py",
-    "state = trainer.capture(model.model_id, optimizer=False, dtype=dtype)\n",
-    "state = trainer.capture(model.model_id, optimizer=False, dtype=dtype)\n"
-    "                trainer.load_adapter(model.model_id, state)\n",
+    "SaveWeightsForSampler.save.run.capture",
+    "dtype=dtype)\n",
+    "dtype=dtype)\n                trainer.load_adapter(model.model_id, state)\n",
 )
 def test_saves_and_samples_between_gradient_and_step_change_no_loss(real_in_process: Any) -> None:
     plain, _ = train(real_in_process, save_in_between=False)

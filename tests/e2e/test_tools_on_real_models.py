@@ -182,12 +182,6 @@ def test_vllms_parsers_read_what_their_families_write_whole_and_in_pieces(tiny_m
             assert json.loads("".join(part.arguments for part in parts)) == json.loads(call.arguments)
 
 
-@pytest.mark.mutation(
-    "what-may-begin-a-call-is-forgotten",
-    "vllm_engine/vllm_tools.py",
-    "if last and not self._called and self._taken.startswith(self._shown):",
-    "if False:",
-)
 def test_text_that_ends_like_the_beginning_of_a_call_is_shown_whole_and_in_pieces(
     tiny_models: dict[str, Path],
 ) -> None:

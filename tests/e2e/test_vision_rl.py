@@ -179,9 +179,6 @@ async def test_thinking_model_trains_each_turn_as_it_was_shown(client: tinker.Tr
     assert max(logprob_gaps(thinker, data)) < TOLERANCE
 
 
-@pytest.mark.mutation(
-    "encoded-images-not-counted", "vision_tower.py", "self.images_encoded += len(images)", "self.images_encoded += 0"
-)
 async def test_group_of_sixteen_renders_and_encodes_each_image_once(
     real_server: Any, client: tinker.TrainingClient, sampler: tinker.SamplingClient
 ) -> None:
@@ -222,7 +219,6 @@ def image_counts(url: str) -> dict[str, float]:
     return counts
 
 
-@pytest.mark.mutation("one-failure-fails-the-rollout")
 async def test_five_failures_end_their_own_trajectories_and_the_others_train(
     client: tinker.TrainingClient, sampler: tinker.SamplingClient
 ) -> None:

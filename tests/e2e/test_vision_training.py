@@ -100,7 +100,6 @@ def test_a_tower_is_trained_saved_sampled_resumed_and_exported(
     assert exported.checked.agrees
 
 
-@pytest.mark.mutation("metadata-of-vision-ignored", "requests_and_results.py", 'bool(asked == "true")', "False")
 def test_metadata_that_asks_wrongly_or_for_what_a_checkpoint_lacks_is_refused(service: Any) -> None:
     with pytest.raises(tinker.BadRequestError, match="must be 'true' or 'false', not 'yes'"):
         service.create_lora_training_client(VISION, user_metadata={TRAIN_VISION: "yes"}).result()

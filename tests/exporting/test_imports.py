@@ -55,7 +55,7 @@ def by_peft(folder: Path, model: Path, b: float = 0.3, **config: Any) -> np.ndar
 
 @pytest.mark.mutation(
     "parts-of-an-export-in-another-order",
-    "storage/peft_adapters.py",
+    "PeftAdapter._parts",
     'found[_own(path, "A")] = a[columns]',
     'found[_own(path, "A")] = a[columns][::-1]',
     cases=("qwen3_5-peft",),
@@ -92,21 +92,10 @@ LANGUAGE = r".*language_model.*\.(q_proj|o_proj|up_proj)"
 
 
 @pytest.mark.mutation(
-    "alpha-of-peft-ignored",
-    "storage/peft_adapters.py",
-    "factor = alpha / LORA_ALPHA",
-    "factor = 1.0",
-    cases=("qwen3-",),
+    "alpha-of-peft-ignored", "read_peft_adapter", "factor = alpha / LORA_ALPHA", "factor = 1.0", cases=("qwen3-",)
 )
 @pytest.mark.mutation(
-    "rslora-taken-for-lora", "storage/peft_adapters.py", "factor *= math.isqrt(rank)", "pass", cases=("rslora",)
-)
-@pytest.mark.mutation(
-    "rows-of-parts-from-the-first",
-    "storage/peft_adapters.py",
-    "            begin += height\n",
-    "            begin += 0\n",
-    cases=("delta-net",),
+    "rslora-taken-for-lora", "read_peft_adapter", "factor *= math.isqrt(rank)", "pass", cases=("rslora",)
 )
 @pytest.mark.parametrize(
     ("family", "config", "notes"),
@@ -184,26 +173,6 @@ def _without(tensors: dict[str, Any], *names: str) -> None:
         del tensors[name]
 
 
-@pytest.mark.mutation(
-    "unknown-fields-of-peft-ignored",
-    "storage/peft_adapters.py",
-    "elif value and field not in _TOLD | _ELSEWHERE:",
-    "elif False:",
-    cases=("unknown-field",),
-)
-@pytest.mark.mutation(
-    "missing-layers-filled",
-    "storage/peft_adapters.py",
-    'if (other := kinds.get(_NUMBER.sub("*", name))) is not None:',
-    "if (other := None) is not None:",
-    cases=("missing-layer",),
-)
-@pytest.mark.mutation(
-    "alpha-is-true", "storage/peft_adapters.py", "isinstance(alpha, bool) or ", "", cases=("alpha-is-true",)
-)
-@pytest.mark.mutation(
-    "tensors-of-any-name", "storage/peft_adapters.py", "if len(name) > LONGEST_NAME:", "if False:", cases=("long-name",)
-)
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
@@ -316,13 +285,6 @@ def test_files_that_are_no_adapter_are_refused(
         read_peft_adapter(tmp_path, family_of("qwen3", ""))
 
 
-@pytest.mark.mutation(
-    "header-of-any-length-parsed",
-    "storage/peft_adapters.py",
-    "if MAX_HEADER_BYTES < length",
-    "if False",
-    cases=("long",),
-)
 @pytest.mark.parametrize(
     ("shape", "padding", "message"),
     [
@@ -341,12 +303,6 @@ def test_headers_that_safetensors_takes_and_numpy_or_the_server_would_not_are_re
         read_peft_adapter(tmp_path, family_of("qwen3", ""))
 
 
-@pytest.mark.mutation(
-    "rslora-of-joined-parts-taken",
-    "storage/peft_adapters.py",
-    'if joined and given.get("use_rslora"):',
-    "if False:",
-)
 def test_joined_parts_with_rslora_are_refused_for_they_have_another_scale(tuned: Make, tmp_path: Path) -> None:
     """PEFT scales them by alpha / sqrt(3 r) with three times the alpha, and the others by alpha / sqrt(r)."""
     trained = tuned("qwen3_5")
@@ -366,9 +322,6 @@ def test_half_precision_is_read_exactly(written: tuple[Path, Path], tmp_path: Pa
     assert all(np.array_equal(found[name], tensor.float().numpy()) for name, tensor in tensors.items())
 
 
-@pytest.mark.mutation(
-    "joined-parts-beside-the-diagonal-dropped", "storage/peft_adapters.py", "if left.any():", "if False:"
-)
 def test_joined_parts_with_more_beside_the_diagonal_are_refused(tuned: Make, tmp_path: Path) -> None:
     trained = tuned("qwen3_5")
     export_checkpoint(trained.checkpoint, tmp_path / "p", to="peft", base=str(trained.model), check=False)
@@ -401,16 +354,6 @@ def _changed(name: str, row: int, column: int) -> Callable[[dict[str, torch.Tens
     return change
 
 
-@pytest.mark.mutation(
-    "experts-that-share-nothing-taken",
-    "storage/peft_experts.py",
-    "if not (array == first).all():",
-    "if False:",
-    cases=("a-of-gate", "b-of-down"),
-)
-@pytest.mark.mutation(
-    "beside-the-blocks-of-experts-dropped", "storage/peft_experts.py", "if left.any():", "if False:", cases=("beside",)
-)
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
@@ -442,9 +385,6 @@ def test_experts_of_peft_that_would_not_be_the_same_adapter_are_refused(
     assert_refused(of_experts, tmp_path, config, change, message)
 
 
-@pytest.mark.mutation(
-    "modules-of-one-expert-taken", "storage/peft_experts.py", "_OF_ONE_EXPERT.search(name)", "name is None"
-)
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "gpt_oss"])
 def test_what_the_cookbook_makes_of_experts_is_refused_by_name(tuned: Make, tmp_path: Path, family: str) -> None:
     """PEFT leaves it out silently; the export that it was made of is taken."""
@@ -462,15 +402,6 @@ def test_what_the_cookbook_makes_of_experts_is_refused_by_name(tuned: Make, tmp_
     export_checkpoint(trained.exported, tmp_path / "out", to="peft", base=str(trained.model), check=False)
 
 
-@pytest.mark.mutation(
-    "left-out-modules-begin-anew",
-    "storage/peft_adapters.py",
-    'if left_out := ", ".join(sorted(self.targets.intersection(lacking))):',
-    'if left_out := "":',
-)
-@pytest.mark.mutation(
-    "left-out-modules-exported", "exporting/trained.py", "sorted((listed & known) - there)", "sorted(())"
-)
 @pytest.mark.parametrize(
     ("family", "lacking"),
     [("qwen3_5", "in_proj_k, in_proj_q, in_proj_v"), ("qwen3_moe", "w1, w2, w3"), ("qwen3", "o_proj")],

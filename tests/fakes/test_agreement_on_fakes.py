@@ -105,13 +105,13 @@ async def test_engines_that_agree_start_and_count_no_image_of_the_probe_on_fakes
 
 @pytest.mark.mutation(
     "base-models-not-compared",
-    "served_models.py",
+    "ServedModel._compared",
     "            if comparison.problem is not None and not comparison.worst.difference <= limit:\n",
     "            if False:\n",
 )
 @pytest.mark.mutation(
     "images-not-compared",
-    "agreement.py",
+    "make_probes",
     "images = [rendered] if rendered.length <= limit else []",
     "images = []",
     cases=("image",),
@@ -134,12 +134,6 @@ async def test_engines_that_differ_on_one_kind_of_prompt_do_not_start_on_fakes(
     assert "they differ by 0.5 on average (at most 0.0001 is normal)" in str(no.value)
 
 
-@pytest.mark.mutation(
-    "unknown-adapters-not-compared",
-    "models/load_engines.py",
-    "        if engines.unknown_adapters or engines.targets:\n",
-    "        if False:\n",
-)
 async def test_a_sampler_without_effect_of_adapters_does_not_start_if_they_are_unknown_on_fakes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="trainer and sampler compute adapters of this model differently"):
         await start(tmp_path / "blind", NEVER, blind=True, unknown_adapters=True)
@@ -166,9 +160,6 @@ class Partial(FakeSampler):
         return await super().sample(replace(work, version=None) if trained.intersection(self._left_out) else work)
 
 
-@pytest.mark.mutation(
-    "runs-that-cannot-be-sampled-begin", "control/training_runs.py", "        base.check_sampled(config)\n", ""
-)
 @pytest.mark.parametrize(
     ("left_out", "refused"),
     [(("train_mlp",), ()), ((), ("train_mlp",)), (("train_attn",), ("train_mlp",))],
@@ -217,9 +208,6 @@ def test_an_adapter_that_is_left_out_shows_in_16_bits_whatever_rounding_it_adds(
     assert 0.3 < largest_difference(0.3, 2.0) < 2.0
 
 
-@pytest.mark.mutation(
-    "adapters-make-noise-of-a-model", "models/adapter_check.py", "if not effect > LARGEST_EFFECT:", "if True:"
-)
 def test_an_adapter_that_would_make_noise_of_a_model_is_made_weaker_on_fakes() -> None:
     class Excitable(FakeTrainer):
         """Adapters change logprobs forty times as much as usual."""
@@ -241,12 +229,6 @@ async def test_without_a_window_no_long_prompt_is_computed_on_fakes(tmp_path: Pa
     assert max(lengths) < 2 * WINDOW
 
 
-@pytest.mark.mutation(
-    "rounding-not-measured",
-    "agreement.py",
-    "        min(tolerance, max(least, times * noise))",
-    "        tolerance",
-)
 async def test_engines_may_differ_by_a_few_times_of_what_rounding_moves_and_no_more_on_fakes(tmp_path: Path) -> None:
     """Also where all prompts differ alike, as by an adapter that one engine alone has."""
     always: Wrong = lambda prompt: True  # noqa: E731
@@ -265,7 +247,7 @@ async def test_engines_may_differ_by_a_few_times_of_what_rounding_moves_and_no_m
 
 @pytest.mark.mutation(
     "rounding-of-experts-forgotten",
-    "agreement.py",
+    "judge",
     "max(each.difference for draw in moved for each in draw),",
     "min(each.difference for draw in moved for each in draw),",
 )
@@ -292,12 +274,6 @@ async def test_nan_is_a_difference_on_fakes(tmp_path: Path) -> None:
         await start(tmp_path, lambda prompt: True, error=float("nan"))
 
 
-@pytest.mark.mutation(
-    "engines-outlive-a-probe",
-    "models/load_engines.py",
-    "models.add(model)  #",
-    "pass  #",
-)
 async def test_engines_are_closed_if_no_probe_can_be_made_on_fakes(tmp_path: Path) -> None:
     closed: list[str] = []
 
@@ -325,9 +301,6 @@ async def test_engines_are_closed_if_no_probe_can_be_made_on_fakes(tmp_path: Pat
     assert sorted(closed) == ["sampler", "trainer"]
 
 
-@pytest.mark.mutation(
-    "image-probe-of-any-size", "agreement.py", "min(IMAGE_HEIGHT, math.isqrt(max_pixels // 2))", "IMAGE_HEIGHT"
-)
 @pytest.mark.parametrize("limit", [64 * 2**20, 448 * 224 - 1, 3000])
 def test_the_image_probe_keeps_to_the_limit_of_pixels_on_fakes(limit: int) -> None:
     """A server that refuses larger images must start."""
@@ -347,7 +320,7 @@ def test_the_image_probe_keeps_to_the_limit_of_pixels_on_fakes(limit: int) -> No
 
 @pytest.mark.mutation(
     "long-texts-not-compared",
-    "models/served_models.py",
+    "ServedModel.check_far",
     "        if not worst_part.difference <= normal:\n",
     "        if False:\n",
 )
@@ -378,13 +351,6 @@ async def test_texts_for_which_memory_is_short_are_compared_in_half_the_length_o
     assert 500 <= int(reached[1]) <= 1000
 
 
-@pytest.mark.mutation("verdicts-not-kept", "models/served_models.py", "        write_verdict(verdict, reached)\n", "")
-@pytest.mark.mutation(
-    "verdicts-of-other-files",
-    "models/positions.py",
-    "    files = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats]\n",
-    "    files = ()\n",
-)
 async def test_a_second_start_on_the_same_files_and_options_compares_no_long_text_on_fakes(tmp_path: Path) -> None:
     folder, data = tmp_path / "model", tmp_path / "data"
     folder.mkdir()
@@ -400,12 +366,6 @@ async def test_a_second_start_on_the_same_files_and_options_compares_no_long_tex
     assert max(changed) > 2 * WINDOW
 
 
-@pytest.mark.mutation(
-    "a-few-positions-hide-among-many",
-    "models/positions.py",
-    "{2**power for power in range(5, 64)} | set(marks)",
-    "set()",
-)
 def test_positions_that_agree_do_not_hide_a_few_that_differ() -> None:
     ours = np.zeros(9000, np.float32)
     theirs = ours.copy()
@@ -455,9 +415,6 @@ async def start_turning(tmp_path: Path, trainer_turns: Turning, sampler_turns: T
         return said[-1]
 
 
-@pytest.mark.mutation(
-    "differing-positions-served", "models/load_engines.py", "        model.check_positions(positions)\n", ""
-)
 async def test_positions_that_the_engines_use_differently_are_refused_with_a_way_out_on_fakes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"compute position 500, of .* differently: the query or key of layer 0") as no:
         await start_turning(tmp_path / "a", Turning(), Turning(doubled=500))
@@ -469,9 +426,6 @@ async def test_positions_that_the_engines_use_differently_are_refused_with_a_way
     assert "rotary positions compared at all " in await start_turning(tmp_path / "d", Turning(), Turning())
 
 
-@pytest.mark.mutation(
-    "models-compared-once", "models/load_engines.py", "    await _compare_again(models, options)\n", ""
-)
 async def test_a_model_that_another_one_changes_when_it_is_loaded_does_not_start_on_fakes(tmp_path: Path) -> None:
     loaded: list[str] = []
 

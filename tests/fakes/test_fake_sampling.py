@@ -240,12 +240,6 @@ def test_fake_pad_id_as_text_is_text_and_images_matter() -> None:
     assert np.array_equal(values[0], last_logprobs(red))
 
 
-@pytest.mark.mutation(
-    "fake-reads-prompts-in-one-piece",
-    "fake_sampler.py",
-    "slice(begin, min(begin + PROMPT_ROWS_AT_ONCE, len(log_p)))",
-    "slice(begin, len(log_p))",
-)
 async def test_fake_prompts_are_scored_in_parts_between_which_others_have_their_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -123,7 +123,6 @@ async def test_many_samples_at_once_are_the_same_as_inline_and_tell_what_happens
     await inline.close()
 
 
-@pytest.mark.mutation("large-messages-joined", "channel.py", "size + bytes_of > INLINE_BYTES", "False")
 def test_small_messages_go_together_and_keep_no_memory_of_large_ones_on_fakes() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sender, receiver = Channel(ours, os.getpid()), Channel(theirs, os.getpid())
@@ -141,12 +140,6 @@ def test_small_messages_go_together_and_keep_no_memory_of_large_ones_on_fakes() 
     receiver.close()
 
 
-@pytest.mark.mutation(
-    "cancelled-samples-run-on",
-    "async_calls.py",
-    "                self._outbox.put(Cancel(number))\n",
-    "                pass\n",
-)
 async def test_a_cancelled_sample_ends_in_the_process_on_fakes(start: Any, samplers: ModuleType) -> None:
     sampler, begun = start(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -180,7 +173,6 @@ async def test_a_factory_that_raises_ends_the_process_with_the_same_error_on_fak
     await sampler.close()
 
 
-@pytest.mark.mutation("unwritten-version-sent-each-time", "async_calls.py", "if name in self._values:", "if False:")
 async def test_a_version_in_memory_is_sent_once_and_forgotten_when_its_folder_is_there_on_fakes(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,12 +270,6 @@ async def test_a_process_that_ends_fails_its_calls_and_the_next_one_serves_on_fa
     assert not sampler.ended
 
 
-@pytest.mark.mutation(
-    "hanging-sampler-not-noticed",
-    "async_calls.py",
-    "            self._pulse.enter_context(self.group.limit(self._seconds))\n",
-    "",
-)
 @pytest.mark.parametrize("how", ["hangs", "stopped"])
 async def test_a_process_that_hangs_is_killed_while_calls_wait_on_fakes(
     start: Any, samplers: ModuleType, monkeypatch: pytest.MonkeyPatch, how: str
@@ -327,7 +313,6 @@ async def test_close_ends_a_stopped_process_and_what_is_in_flight_on_fakes(start
     assert not sampler.ended
 
 
-@pytest.mark.mutation("sampler-searched-for-garbage", "async_child.py", "            freeze_heap()\n", "")
 async def test_garbage_collection_leaves_what_a_sampler_has_loaded_alone_on_fakes(
     start: Callable[..., ProcessSampler], samplers: ModuleType
 ) -> None:

@@ -112,12 +112,6 @@ def image_at(offset: int, name: str) -> RenderedInput:
 # Who answers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.mutation(
-    "replica-that-has-read-the-prompt-passed-over",
-    "replica_pool.py",
-    "        return best if 2 * read.get(best, 0) >= work.prompt.length else fewest\n",
-    "        return fewest\n",
-)
 async def test_samples_of_one_prompt_stay_together_and_others_go_where_the_fewest_are_on_fakes() -> None:
     pool = Pool(3)
     first = await pool.put(prompt(1), 16)
@@ -141,12 +135,6 @@ async def test_the_next_turn_of_a_conversation_goes_to_the_replica_of_the_last_o
         assert await pool.put(conversation) == first
 
 
-@pytest.mark.mutation(
-    "one-replica-gets-all-of-a-prompt",
-    "replica_pool.py",
-    "        most = min(self.sequences[fewest] + AHEAD, self._places - work.num_samples)\n",
-    "        most = 2**60\n",
-)
 async def test_a_large_group_is_spread_and_a_full_replica_gets_nothing_that_another_has_room_for_on_fakes() -> None:
     pool = Pool(2)
     for _ in range(1024 // 16):
@@ -165,12 +153,9 @@ async def test_a_short_beginning_that_all_prompts_share_moves_nothing_on_fakes()
 
 @pytest.mark.mutation(
     "versions-share-a-cache",
-    "prefix_routes.py",
+    "prefixes",
     '    name = "" if work.version is None else work.version.name\n',
     '    name = ""\n',
-)
-@pytest.mark.mutation(
-    "images-of-one-size-share-a-cache", "prefix_routes.py", "{image.offset}:{image.image.content_hash}", "image"
 )
 def test_a_beginning_is_that_of_one_version_with_these_images_on_fakes() -> None:
     def of(rendered: RenderedInput, version: str | None = None) -> set[bytes]:
@@ -202,12 +187,6 @@ def test_what_is_remembered_of_prompts_is_bounded_on_fakes() -> None:
 # Versions -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.mutation(
-    "version-complete-before-all-replicas-have-it",
-    "replica_pool.py",
-    "        results = await asyncio.gather(*(call(replica) for replica in replicas), return_exceptions=True)\n",
-    "        results = await asyncio.gather(*(call(replica) for replica in replicas[:1]), return_exceptions=True)\n",
-)
 async def test_a_version_is_complete_when_all_have_verified_it_and_goes_from_all_on_fakes() -> None:
     pool, version = Pool(3), AdapterVersion("v1", Path("/nowhere"))
     pool.replicas[2].loading = asyncio.Event()
@@ -274,12 +253,6 @@ async def test_a_cache_that_a_sleep_has_emptied_attracts_nothing_on_fakes() -> N
 # Ends -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.mutation(
-    "replica-that-has-ended-gets-samples",
-    "replica_pool.py",
-    "        ready = [at for at, replica in enumerate(self.replicas) if replica.ready]\n",
-    "        ready = list(range(len(self.replicas)))\n",
-)
 async def test_a_replica_that_has_ended_gets_nothing_and_its_samples_are_repeated_elsewhere_on_fakes() -> None:
     pool = Pool(2)
     chosen = await pool.put(prompt(1))
@@ -299,12 +272,6 @@ def open_gates(gates: list[Gate]) -> list[bool]:
     return [gate.is_open for gate in gates]
 
 
-@pytest.mark.mutation(
-    "one-replica-that-ends-closes-the-sampler",
-    "memory_sharing.py",
-    "        self.works = any(gate.works for gate in gates)\n",
-    "        self.works = all(gate.works for gate in gates)\n",
-)
 async def test_calls_wait_only_while_no_replica_works_and_fail_only_if_all_are_far_away_on_fakes() -> None:
     sharing = MemorySharing(None, None)  # type: ignore[arg-type]
     gate, (one, two) = sharing.sampler_gate, sharing.replica_gates(2)

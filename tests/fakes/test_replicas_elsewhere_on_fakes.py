@@ -87,19 +87,6 @@ async def answered(api: Api, sampler: str, first: int, prompts: int = 3) -> list
     return [await tokens(api, each) for each in asked]
 
 
-@pytest.mark.mutation(
-    "versions-stay-on-the-servers-host",
-    "process_sampler.py",
-    "return version.unwritten if self._elsewhere is None else partial(self._elsewhere.read, version)",
-    "return version.unwritten",
-)
-@pytest.mark.mutation(
-    "a-rank-that-ends-beside-others-goes-unseen",
-    "relay.py",
-    "            _shut_down(links.messages)\n",
-    "            links.messages.close()\n",
-    cases=("2",),
-)
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.more)])
 async def test_a_replica_elsewhere_samples_from_what_it_is_sent_and_starts_again_when_its_host_ends_on_fakes(
     start: Start, tmp_path: Path, tp: int
@@ -197,12 +184,6 @@ def test_replicas_start_and_end_while_ray_is_joined(tmp_path: Path, monkeypatch:
         replica.end()
 
 
-@pytest.mark.mutation(
-    "an-older-start-takes-the-place-of-a-newer-one",
-    "ray_replicas.py",
-    "            if self._starts[replica] == start:  #",
-    "            if True:  #",
-)
 def test_an_older_start_of_a_replica_leaves_the_place_of_a_newer_one(tmp_path: Path) -> None:
     (tmp_path / "slow").write_text("0")
     places = RelayReplicas(RelayHosts("h:1", 1, 1, gpus=False, folder=tmp_path), 1)
@@ -252,12 +233,6 @@ class Keeper:
         pass
 
 
-@pytest.mark.mutation(
-    "a-value-that-a-call-needs-is-forgotten",
-    "async_calls.py",
-    "        unused = [name for name in self._values if name not in needed]\n",
-    "        unused = list(self._values)\n",
-)
 async def test_a_process_elsewhere_keeps_the_last_values_and_those_that_calls_need() -> None:
     program = functools.partial(serve_async_calls, make=Keeper, describe=bool, state=nothing)
     group = ProcessGroup("keeper", [program])
@@ -289,12 +264,6 @@ async def test_a_process_elsewhere_keeps_the_last_values_and_those_that_calls_ne
         await asyncio.to_thread(calls.close)
 
 
-@pytest.mark.mutation(
-    "a-gpu-for-two-engines-on-other-hosts",
-    "placement.py",
-    "if gpus and options.train_hosts > 1 < options.sample_hosts",
-    "if False and options.train_hosts > 1 < options.sample_hosts",
-)
 def test_hosts_that_sample_need_an_address_and_gpus_that_do_not_train() -> None:
     with pytest.raises(ValueError, match="--sample-hosts 2: it needs --ray-address"):
         layouts(BackendOptions(sample_hosts=2), 0, 1)

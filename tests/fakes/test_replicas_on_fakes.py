@@ -68,12 +68,6 @@ async def all_work(api: Api) -> None:
     await api.until(lambda: all(each.works for each in served(api).metrics().replicas.values()), 60)
 
 
-@pytest.mark.mutation(
-    "one-replica-that-ends-is-a-server-that-recovers",
-    "served_models.py",
-    "*(samplers if all(samplers) else [])",
-    "*samplers",
-)
 async def test_while_a_killed_replica_is_replaced_the_other_answers_for_all_tenants_on_fakes(
     start: Start, samplers: ModuleType
 ) -> None:
@@ -158,12 +152,6 @@ async def test_without_any_replica_samples_wait_for_the_next_on_fakes(start: Sta
     await all_work(api)
 
 
-@pytest.mark.mutation(
-    "one-replica-compared-with-the-trainer",
-    "agreement.py",
-    "range(replicas)))",
-    "range(1)))",
-)
 async def test_a_replica_that_computes_something_else_is_not_served_on_fakes(
     start: Start, samplers: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

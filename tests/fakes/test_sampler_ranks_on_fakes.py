@@ -168,12 +168,6 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     found.end()
 
 
-@pytest.mark.mutation(
-    "ranks-step-without-the-requests",
-    "rank_leader.py",
-    "        self._untold.append((name, args, kwargs))\n",
-    "",
-)
 def test_other_ranks_do_what_the_first_one_does_in_its_order_and_not_what_it_refused_on_fakes(ranks: Ranks) -> None:
     engine: Any = ranks.first
     engine.add_request("0-0", lora_request="a")
@@ -191,12 +185,6 @@ def test_other_ranks_do_what_the_first_one_does_in_its_order_and_not_what_it_ref
     assert ranks.second.heard == [{"0-0": 2}, {"0-0": 6}]
 
 
-@pytest.mark.mutation(
-    "a-sampler-sleeps-on-one-rank",
-    "rank_leader.py",
-    "        for other in self._links:\n            other.receive()\n",
-    "",
-)
 def test_all_ranks_sleep_before_a_sampler_does_on_fakes(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     slept = threading.Event()
 
@@ -211,9 +199,7 @@ def test_all_ranks_sleep_before_a_sampler_does_on_fakes(ranks: Ranks, monkeypatc
     assert ranks.second.done[-1] == "wake"
 
 
-@pytest.mark.mutation(
-    "ranks-draw-apart", "rank_follower.py", "        if ended != self._ended:\n", "        if False:\n"
-)
+@pytest.mark.mutation("ranks-draw-apart", "Follower._step", "        if ended != self._ended:\n", "        if False:\n")
 def test_a_rank_that_draws_other_tokens_ends_on_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, drawn=2)
     engine: Any = ranks.first
@@ -225,12 +211,6 @@ def test_a_rank_that_draws_other_tokens_ends_on_fakes(monkeypatch: pytest.Monkey
     assert "rank 1 of the sampler drew other tokens than rank 0" in str(ranks.error)
 
 
-@pytest.mark.mutation(
-    "calls-that-one-rank-missed",
-    "rank_leader.py",
-    "        except Exception:  # as when memory is short: some know",
-    "        except ZeroDivisionError:  # as when memory is short: some know",
-)
 def test_a_call_that_cannot_be_told_ends_the_ranks_on_fakes(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's thread would build the engine anew after an exception, which cannot work here."""
 
@@ -252,12 +232,6 @@ def test_a_call_that_cannot_be_told_ends_the_ranks_on_fakes(ranks: Ranks, monkey
     assert "step" not in ranks.first.done
 
 
-@pytest.mark.mutation(
-    "an-adapter-that-one-rank-dropped-and-needs-again",
-    "rank_follower.py",
-    "                lora = (worked or made)[0].result()\n",
-    "                lora = (worked or made)[0].result()\n                self._prepared.clear()\n",
-)
 def test_an_adapter_is_made_ready_on_other_ranks_and_kept_until_the_first_one_has_dropped_it_on_fakes(
     ranks: Ranks,
 ) -> None:
@@ -304,12 +278,6 @@ def test_an_adapter_is_made_ready_on_other_ranks_and_kept_until_the_first_one_ha
     assert sorted(made) == ["torn", "unused", "used"]
 
 
-@pytest.mark.mutation(
-    "an-adapter-that-one-rank-never-got",
-    "rank_leader.py",
-    "        try:\n            for other in self._links:\n                other.send(prepare)\n",
-    "        for other in self._links:\n            other.send(prepare)\n        try:\n",
-)
 def test_an_adapter_that_not_all_ranks_could_be_told_is_dropped_by_those_that_were_on_fakes(ranks: Ranks) -> None:
     class Unreachable:
         def send(self, message: Any) -> None:

@@ -66,12 +66,6 @@ async def tokens(api: Api, request: str) -> list[list[int]]:
     return [sequence.tokens.tolist() for sequence in (await api.result(request)).sequences]
 
 
-@pytest.mark.mutation(
-    "sampler-death-fails-what-runs",
-    "memory_sharing.py",
-    "                    if why:\n",
-    "                    if True:\n",
-)
 async def test_what_was_in_a_killed_process_is_sampled_again_and_nobody_else_notices_on_fakes(
     start: Start, samplers: ModuleType
 ) -> None:
@@ -192,12 +186,6 @@ class EndingSampler(FakeSampler):
             raise ProcessEndedError("the sampler's process ended")
 
 
-@pytest.mark.mutation(
-    "sampler-asked-again-too-soon",
-    "memory_sharing.py",
-    "            await asyncio.sleep(0)  # the supervision was told first, and closes the gate\n",
-    "",
-)
 async def test_a_call_that_comes_just_after_the_end_waits_for_the_next_process_on_fakes() -> None:
     model = FakeModel(BASE)
     sampler, trainer = EndingSampler(model), FakeTrainer(model)
@@ -226,12 +214,6 @@ class MortalSampler(FakeSampler):
         raise InternalError("there is nothing to put to sleep")
 
 
-@pytest.mark.mutation(
-    "trainer-sleeps-a-dead-sampler",
-    "memory_sharing.py",
-    "            if self.sampler_gate.works:\n",
-    "            if True:\n",
-)
 async def test_the_trainer_may_use_the_memory_of_a_sampler_that_has_ended_until_the_next_loads_on_fakes() -> None:
     model, memory = FakeModel(BASE), FakeMemory(100, 60)
     sampler, trainer = MortalSampler(model, memory), FakeTrainer(model, memory)
@@ -265,12 +247,6 @@ async def test_the_trainer_may_use_the_memory_of_a_sampler_that_has_ended_until_
     trainer.close()
 
 
-@pytest.mark.mutation(
-    "health-blind-to-stalls",
-    "served_models.py",
-    "        stalls = None if self.stalls is None else self.stalls.problem\n",
-    "        stalls = None\n",
-)
 async def test_health_says_that_sampling_stalls_while_no_step_ends_on_fakes(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

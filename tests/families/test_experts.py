@@ -219,35 +219,21 @@ class Merged:
 
 
 @pytest.mark.mutation(
-    "scores-of-experts-detached", "decoders/packed_experts.py", "return grad_x, grad_scores,", "return grad_x, None,"
-)
-@pytest.mark.mutation(
-    "gate-of-the-shared-expert-detached",
-    "mlp_block.py",
-    "grad_m.addmm_(grad_g, block.scale)",
-    "grad_m.add_(0)",
-    cases=("qwen3_5_moe-written-out",),
+    "scores-of-experts-detached", "_Experts.backward", "return grad_x, grad_scores,", "return grad_x, None,"
 )
 @pytest.mark.mutation(
     "gradient-beyond-the-limits-of-gpt-oss",
-    "training/experts.py",
+    "ClampedGating.backward",
     ".masked_fill_(raw_up.abs() > self.limit, 0)",
     "",
     cases=("gpt_oss-autograd", "gpt_oss-written-out"),
 )
 @pytest.mark.mutation(
     "router-without-gradient-written-out",
-    "experts_block.py",
+    "ExpertsPass._add_gradient_by_scores",
     "grad_m.addmm_(grad_logits, block.router.weight)",
     "grad_m.add_(0)",
     cases=("qwen3_moe-written-out", "gpt_oss-written-out"),
-)
-@pytest.mark.mutation(
-    "scores-do-not-add-up",
-    "training/experts.py",
-    "of_chosen = weighted - weighted.sum(-1, keepdim=True) * wide",
-    "of_chosen = weighted",
-    cases=("qwen3_moe-written-out",),
 )
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -300,9 +286,6 @@ def test_recomputed_layers_with_experts_have_the_same_gradients(
             torch.testing.assert_close(gradient, seen[Keep.ALL][name], rtol=1e-9, atol=1e-12, msg=f"{keep} {name}")
 
 
-@pytest.mark.mutation(
-    "every-router-a-softmax", "packed_experts.py", "return bool((ours - scores)", "return True or bool((ours - scores)"
-)
 def test_scores_that_are_a_share_of_all_experts_have_their_own_gradient(folder: Folder, tmp_path: Path) -> None:
     """Qwen3-MoE can leave them as the softmax of all experts' logits; written out, transformers' router gives the
     gradient then. The autograd decoder always asks it."""
@@ -340,12 +323,6 @@ def test_a_router_is_known_by_its_scores(size: float, normalised: bool) -> None:
     assert not scores_are_softmax(router)
 
 
-@pytest.mark.mutation(
-    "experts-drawn-last-by-autograd",
-    "decoders/autograd.py",
-    "for module in modules.modules() for",
-    "for module in found for",
-)
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe_text", "gpt_oss"])
 def test_a_seed_gives_the_same_weights_under_both_decoders(family: str, tmp_path: Path) -> None:
     make_tiny_text_model(tmp_path / "model", family=family)
@@ -359,9 +336,6 @@ def test_a_seed_gives_the_same_weights_under_both_decoders(family: str, tmp_path
         np.testing.assert_array_equal(seen[1][name], array, err_msg=name)
 
 
-@pytest.mark.mutation(
-    "rounded-scores-do-not-add-up", "training/experts.py", "wide = wide / wide.sum(-1, keepdim=True)", "wide = wide"
-)
 def test_what_gradients_of_scores_have_in_common_adds_nothing() -> None:
     """Also where scores are rounded to bfloat16, so that their sum is not quite 1."""
     generator = torch.Generator().manual_seed(0)
@@ -385,13 +359,6 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.mutation(
-    "number-of-adapters-read-from-the-device",
-    "training/experts.py",
-    "is None else len(owners.columns)",
-    "is None else int(of_tokens.max()) + 1",
-    cases=("qwen3_moe", "gpt_oss"),
-)
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "gpt_oss"])
 def test_no_layer_with_experts_waits_for_the_device(
     family: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
@@ -501,12 +468,6 @@ def write(path: Path, state: AdapterState) -> AdapterVersion:
     return AdapterVersion(str(path), path)
 
 
-@pytest.mark.mutation(
-    "experts-without-adapters-in-vllm",
-    "vllm_experts.py",
-    "enable_moe_shared_loras = True",
-    "enable_moe_shared_loras = False",
-)
 @pytest.mark.parametrize(
     "family",
     [
@@ -584,9 +545,6 @@ def test_each_target_alone_reaches_the_sampler(family: str, folder: Folder, tmp_
             assert effect > 0.02, f"{name} changes logprobs by {effect:.2g}"
 
 
-@pytest.mark.mutation(
-    "experts-come-first", "vllm_experts.py", "parallel_state._EP is None", "parallel_state._EP is parallel_state"
-)
 def test_a_model_with_experts_may_come_after_one_without(
     folder: Folder, tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

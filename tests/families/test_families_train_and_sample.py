@@ -97,11 +97,8 @@ def thread() -> EngineThread:
 
 
 @pytest.mark.mutation(
-    "head-without-a-name-in-vllm", "gemma2.py", ', embedding="model.embed_tokens"', "", cases=("gemma2",)
-)
-@pytest.mark.mutation(
     "logits-not-capped",
-    "gemma2.py",
+    "capped_logits",
     "LogitRule(softcap=config.final_logit_softcapping)",
     "LogitRule()",
     cases=("gemma2",),
@@ -153,9 +150,6 @@ def test_trainer_and_sampler_agree(
         assert name is None or effect > (2 * TOLERANCE if ON_GPU else 0.2), f"{name} changes logprobs by {effect:.2g}"
 
 
-@pytest.mark.mutation(
-    "large-vocabularies-refused", "patches.py", "        to_process=lora_operators.allow_large_vocabularies,\n", ""
-)
 def test_gemma_3s_vocabulary_takes_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     apply_to_process()
     from vllm.lora.layers import LogitsProcessorWithLoRA, logits_processor

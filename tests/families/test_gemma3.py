@@ -118,19 +118,7 @@ def datum(input: RenderedInput, seed: int) -> TrainDatum:
     return TrainDatum(input, np.roll(input.token_ids, -1).astype(np.int64), {"weights": weights})
 
 
-@pytest.mark.mutation("images-seen-causally", "training/attention.py", "found[start:stop] = found[stop - 1]", "pass")
-@pytest.mark.mutation(
-    "images-of-a-portion-alone",
-    "training/attention.py",
-    "last = run.length  # an image may",
-    "last = stop  # an image may",
-)
-@pytest.mark.mutation(
-    "images-beside-their-place",
-    "training/packing.py",
-    "(start + placed.offset, start + placed.offset + placed.image.num_tokens)",
-    "(placed.offset, placed.offset + placed.image.num_tokens)",
-)
+@pytest.mark.mutation("images-seen-causally", "Segments.horizon", "found[start:stop] = found[stop - 1]", "pass")
 @pytest.mark.parametrize("scores", [2**26, 1])
 def test_packed_runs_agree_with_transformers_on_each_sequence_alone(
     folder: Path, images: Sequence[RenderedImage], scores: int, monkeypatch: pytest.MonkeyPatch
@@ -188,13 +176,6 @@ def assert_agree(
     return float(np.abs(ours - base).max())
 
 
-@pytest.mark.mutation("images-causal-on-cpus", "patches.py", "        to_process=whole_images.see_whole_images,\n", "")
-@pytest.mark.mutation(
-    "heads-of-gemma-3-without-a-name",
-    "families/gemma3.py",
-    'vllm_head=VLLMHead("gemma3_mm", "Gemma3ForConditionalGeneration")',
-    "vllm_head=None",
-)
 def test_trainer_and_sampler_agree_with_each_target_alone(
     trainer: HFTrainer, exact: Exact, folder: Path, images: Sequence[RenderedImage], tmp_path: Path
 ) -> None:
@@ -230,7 +211,6 @@ def test_trainer_and_sampler_agree_with_each_target_alone(
     assert min(effect for name, effect in effects.items() if name is not None) > EFFECT, effects
 
 
-@pytest.mark.mutation("images-in-several-steps", "patches.py", "        to_engine=_keep_images_whole,\n", "")
 def test_an_image_is_never_split_over_two_steps(
     trainer: HFTrainer, exact: Exact, folder: Path, images: Sequence[RenderedImage]
 ) -> None:
@@ -314,7 +294,6 @@ def edited(folder: Path, out: Path, file: str, change: Callable[[Any], Any]) -> 
     return str(out)
 
 
-@pytest.mark.mutation("images-longer-than-the-window", "families/gemma3.py", "positions > window:", "positions < 0:")
 def test_images_that_are_longer_than_the_window_are_refused(folder: Path, tmp_path: Path) -> None:
     """To vLLM they are causal. 16 positions fit into a window of 16."""
     path = edited(folder, tmp_path / "m", "config.json", lambda config: config["text_config"].update(sliding_window=15))
@@ -322,7 +301,6 @@ def test_images_that_are_longer_than_the_window_are_refused(folder: Path, tmp_pa
         load_renderer(path)
 
 
-@pytest.mark.mutation("images-cut-into-several", "families/gemma3.py", "if processor.do_pan_and_scan:", "if False:")
 def test_a_processor_that_cuts_images_into_several_is_refused(folder: Path, tmp_path: Path) -> None:
     cut = {
         "do_pan_and_scan": True,
@@ -336,7 +314,6 @@ def test_a_processor_that_cuts_images_into_several_is_refused(folder: Path, tmp_
         load_renderer(path).render(ModelInput(chunks=(pictures.chunk(pictures.noise(200, 60)),)), "x")
 
 
-@pytest.mark.mutation("tower-of-gemma-3-trained", "training/worker.py", "vision is not None and vision.frozen", "False")
 def test_its_vision_tower_cannot_be_trained(trainer: HFTrainer) -> None:
     with pytest.raises(
         InvalidRequestError, match="the vision tower of tiny stays as it is: vLLM and transformers name"
@@ -344,12 +321,6 @@ def test_its_vision_tower_cannot_be_trained(trainer: HFTrainer) -> None:
         trainer.create_adapter("tower", LoraConfig(rank=4, train_vision=True))
 
 
-@pytest.mark.mutation(
-    "imports-need-a-tower",
-    "control/imports.py",
-    "with suppress(InvalidRequestError):  # the model",
-    "with suppress():  # the model",
-)
 async def test_a_server_starts_and_trainer_and_sampler_agree(folder: Path, tmp_path: Path) -> None:
     said: list[str] = []
     options = BackendOptions(

@@ -52,9 +52,6 @@ def test_adapters_of_gate_and_up_change_numbers_that_take_turns(add_inputs: bool
         assert y.tolist() == [[value + 100 * add_inputs for value in expected]]
 
 
-@pytest.mark.mutation(
-    "quantized-weights-loaded", "load_model.py", 'if getattr(config, "quantization_config", None):', "if False:"
-)
 def test_mxfp4_is_refused_and_what_the_documentation_makes_of_it_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

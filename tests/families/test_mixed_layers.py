@@ -78,13 +78,6 @@ def vllms_own_classes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(each, "packed_modules_mapping", {"qkv_proj": ["q_proj", "k_proj", "v_proj"]})
 
 
-@pytest.mark.mutation(
-    "stacked-modules-without-a-name",
-    "vllm_engine/patches.py",
-    "        to_config=adapter_targets.name_stacked_modules,\n",
-    "",
-    cases=("every-second", "vision"),
-)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_each_target_alone_reaches_the_sampler(kind: str, tmp_path: Path) -> None:
     vision, fields = KINDS[kind]

@@ -132,13 +132,6 @@ def test_its_checkpoint_gives_the_trainers_logprobs_in_peft(model_type: str, tmp
     Exact(trainer).assert_near("all", inputs, trainer.logprobs("all", *inputs), np.concatenate(found))
 
 
-@pytest.mark.mutation(
-    "changed-classes-of-transformers",
-    "patches.py",
-    "        to_process=_leave_transformers_alone,\n",
-    "",
-    cases=("olmo2",),
-)
 @pytest.mark.parametrize(
     "model_type", [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.more) for kind in OWN]
 )
@@ -152,7 +145,6 @@ def test_a_model_without_a_family_starts_and_says_what_adapters_reach(model_type
     assert said[-1].endswith("rotary positions compared at all 256")
 
 
-@pytest.mark.mutation("adapters-lost-in-rounding", "models/agreement.py", "(3e-2 * random", "(3e-3 * random")
 def test_an_adapter_that_is_compared_shows_in_16_bits_if_one_kind_of_module_is_left_out(tmp_path: Path) -> None:
     """By more than 0.1 nats: three times what rounding moves logprobs by."""
     trainer = HFTrainer(str(tiny("phi3", tmp_path / "model")), name="tiny", decoder="autograd")
@@ -182,12 +174,6 @@ def test_a_model_whose_adapters_vllm_does_not_take_is_refused_at_its_start(tmp_p
         asyncio.run(started(tiny("glm4", tmp_path / "model"), tmp_path / "data"))
 
 
-@pytest.mark.mutation(
-    "known-refusals-forgotten",
-    "families/__init__.py",
-    "    if model_type in NOT_SERVED and model_type not in FAMILIES:\n",
-    "    if False:\n",
-)
 def test_what_is_known_not_to_work_is_refused_with_its_reason() -> None:
     assert family_of("olmo2", "m") is OTHER
     with pytest.raises(UnsupportedError, match=r"m: model_type 'nemotron_h' is not supported: .*Mamba-2 layers"):
@@ -212,12 +198,6 @@ def test_a_model_that_is_built_otherwise_is_refused_before_engines_start(
     assert "\n" not in str(no.value)
 
 
-@pytest.mark.mutation(
-    "experts-without-a-family-accepted",
-    "training/load_model.py",
-    '        if name.endswith(".gate_up_proj") and parameter.dim() == 3:\n',
-    "        if False:\n",
-)
 @pytest.mark.parametrize("model_type", ["mixtral", "olmoe", "granitemoe", "qwen3_next", "minimax"])
 def test_a_mixture_of_experts_without_a_family_is_refused_in_a_sentence(model_type: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}

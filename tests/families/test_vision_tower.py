@@ -130,21 +130,21 @@ def load_adapters(trainer: HFTrainer) -> None:
 
 @pytest.mark.mutation(
     "towers-share-features",
-    "training/packing.py",
+    "_place_images",
     "own = item.adapter_id if item.adapter_id in towers else None",
     "own = next((each.adapter_id for each in items if item.adapter_id in towers), None)",
     cases=("qwen3_vl-auto",),
 )
 @pytest.mark.mutation(
     "deepstack-without-gradient",
-    "training/decoders/written_out/layers.py",
+    "WrittenOutDecoder.forward",
     "row if row.grad_deepstack else None",
     "None",
     cases=("qwen3_vl-auto",),
 )
 @pytest.mark.mutation(
     "an-image-twice-counts-once",
-    "training/embedding.py",
+    "own_gradients.summed",
     "gradients.new_zeros(count, gradients.shape[1]).index_add_(0, rows, gradients[of])",
     "gradients.new_zeros(count, gradients.shape[1]).index_copy_(0, rows, gradients[of])",
     cases=("qwen2_5_vl-auto",),
@@ -171,12 +171,6 @@ def test_logprobs_and_gradients_are_those_of_transformers(
             assert float((spec.view(adapter.gradient) - wanted[spec.name]).norm()) < 1e-9 * norm, spec.name
 
 
-@pytest.mark.mutation(
-    "tower-drawn-first",
-    "training/micro_batch.py",
-    "self.targets = [*text_targets, *(loaded.tower.targets if loaded.tower else [])]",
-    "self.targets = [*(loaded.tower.targets if loaded.tower else []), *text_targets]",
-)
 def test_without_train_vision_the_same_numbers_are_trained_as_with_it(trainers: Trainers) -> None:
     """A seed draws the same matrices of the decoder; the default trains no tower."""
     trainer = trainers("qwen3_vl")
@@ -314,11 +308,10 @@ async def all_of(sampler: VLLMSampler, works: list[SampleWork], *, close: bool =
 
 @pytest.mark.mutation(
     "features-of-another-tower",
-    "vllm_sampler.py",
+    "VLLMSampler._sample.make",
     "prompt, work.version.name) if own else prompt",
     "prompt, '') if own else prompt",
 )
-@pytest.mark.mutation("features-for-each-adapter", "patches.py", "        to_engine=_share_features,\n", "")
 def test_the_sampler_keeps_features_of_adapters_apart_and_shares_the_others(
     trainers: Trainers, folders: Callable[[Family], Path], tmp_path: Path
 ) -> None:

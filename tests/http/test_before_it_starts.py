@@ -48,7 +48,6 @@ def test_a_model_that_can_be_served_has_no_problem_and_its_parameters_are_counte
     assert found.parameters == sum(p.numel() for p in model.parameters())  # tied ones are in the file once
 
 
-@pytest.mark.mutation("weights-cut-off", "weight_files.py", "    if whole != size:", "    if False:")
 @pytest.mark.parametrize("kept", [0, 4, 100, -1])
 def test_weights_that_are_cut_off_are_named_with_their_bytes(folder: Path, kept: int) -> None:
     path = folder / "model.safetensors"
@@ -107,7 +106,6 @@ def test_configs_tokenizers_and_processors_that_are_absent_or_wrong_are_named(fo
     assert "holds no config.json" in problems(folder)[0]
 
 
-@pytest.mark.mutation("one-copy-of-the-weights", "check_command.py", "if 2 * weights < most", "if weights < most")
 def test_memory_for_both_copies_is_looked_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = look_at(ModelSource("m", str(folder))).parameters
     for bytes_there, level in ((4 * parameters * 2 - 1, "problem"), (4 * parameters * 2 + 1, "ok")):
@@ -228,9 +226,6 @@ def refusal(tmp_path: Path, text: str, *arguments: str, **environment: str) -> s
     return " ".join(outcome.output.split())
 
 
-@pytest.mark.mutation(
-    "config-before-the-command-line", "config_file.py", "context.default_map = {", "context.params |= {"
-)
 def test_options_of_a_file_count_after_the_command_line_and_the_environment(tmp_path: Path) -> None:
     model = f'model = "m={tmp_path}/nothing"\n'
     assert "there is no folder" in refusal(tmp_path, model)

@@ -150,9 +150,6 @@ def asked(
     return [[content] if isinstance(content, str) else [*map(part, content)] for content in contents], result.stderr
 
 
-@pytest.mark.mutation(
-    "chat-ignores-the-order", "chat_command.py", "in_order(self._parts, self._layout.order), []", "self._parts, []"
-)
 def test_parts_are_sent_in_the_order_given_or_chosen_on_fakes(
     loopback_server: LoopbackServer, picture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,12 +164,6 @@ def test_parts_are_sent_in_the_order_given_or_chosen_on_fakes(
     assert option == [["hi", shown]]
 
 
-@pytest.mark.mutation(
-    "chat-sends-larger-pictures",
-    "chat_command.py",
-    "if max(width, height) <= side:",
-    "if max(width, height) <= side * 99:",
-)
 def test_a_checkpoint_is_asked_as_it_was_trained_unless_told_otherwise_on_fakes(
     loopback_server: LoopbackServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

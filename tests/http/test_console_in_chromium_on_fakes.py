@@ -67,12 +67,6 @@ def stayed_here(browser: Browser, url: str) -> None:
     assert places == {urlsplit(url)[:2]}
 
 
-@pytest.mark.mutation(
-    "console-texts-are-markup",
-    "console/dom.js",
-    "if (node.textContent !== text) node.textContent = text;",
-    "if (node.textContent !== text) node.innerHTML = text;",
-)
 def test_runs_and_curves_are_shown_and_names_are_texts_on_fakes(
     browser: Browser, fake_server: Server, trained: tuple[client.ServiceClient, str, str]
 ) -> None:
@@ -165,9 +159,6 @@ def ask_with(browser: Browser, steps: tuple[str, ...], picture: Path) -> list[tu
     return found
 
 
-@pytest.mark.mutation(
-    "playground-ignores-the-order", "console/conversation.js", "inOrder(turn.parts, order)", "turn.parts"
-)
 def test_the_playground_keeps_the_order_given_or_chosen_or_trained_and_the_trained_size_on_fakes(
     browser: Browser, fake_server: Server, tmp_path: Path
 ) -> None:
@@ -282,7 +273,6 @@ def test_a_lost_server_is_a_line_and_the_page_goes_on_on_fakes(browser: Browser,
     assert stayed_here_but_lost == []
 
 
-@pytest.mark.mutation("console-asks-behind-other-tabs", "console/polling.js", "|| document.hidden) return", ") return")
 def test_a_hidden_page_asks_nothing_on_fakes(browser: Browser, fake_server: Server) -> None:
     browser.open(fake_server.url, "document.querySelector('#about').textContent")
 

@@ -19,9 +19,6 @@ def directives(policy: str) -> dict[str, list[str]]:
     return {name: values for name, *values in (part.split() for part in policy.split(";"))}
 
 
-@pytest.mark.mutation(
-    "console-asks-for-a-key", "access.py", "path in HEALTH or path == CONSOLE or", "path in HEALTH or"
-)
 @pytest.mark.parametrize("path", PATHS)
 async def test_the_page_needs_no_key_and_its_data_do_on_fakes(start_api: StartApi, path: str) -> None:
     api = await start_api(api_keys=[KEY])
@@ -34,10 +31,6 @@ async def test_the_page_needs_no_key_and_its_data_do_on_fakes(start_api: StartAp
     assert (await api.http.get("/api/v1/status", headers={"X-API-Key": KEY})).status_code == 200
 
 
-@pytest.mark.mutation(
-    "console-may-run-any-script", "console_routes.py", "\"script-src 'self'\"", "\"script-src 'self' 'unsafe-inline'\""
-)
-@pytest.mark.mutation("console-is-stale", "console_routes.py", 'file.headers["ETag"] in tags', "tags")
 async def test_files_have_exact_types_a_strict_policy_and_a_tag_on_fakes(start_api: StartApi) -> None:
     api = await start_api()
     kinds = {"": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8"}

@@ -63,15 +63,6 @@ class HeldWrites:
         return self._write(record, *args, **kwargs)
 
 
-@pytest.mark.mutation(
-    "stop-loses-training", "control/life_cycle.py", "runs, seconds = self.runs.all_live(),", "runs, seconds = [],"
-)
-@pytest.mark.mutation(
-    "autosave-without-optimizer",
-    "control/autosaves.py",
-    "layout.filled(vectors.pop(WEIGHTS), vectors)",
-    "layout.filled(vectors.pop(WEIGHTS))",
-)
 async def test_training_goes_on_to_the_same_bits_from_what_a_stop_saved_on_fakes(tmp_path: Path) -> None:
     api = await open_api(data_dir=tmp_path)
     model, twin = await api.model(), await api.model()
@@ -187,10 +178,9 @@ async def test_a_stop_writes_nothing_when_everything_is_saved_on_fakes(api: Api)
 
 @pytest.mark.mutation(
     "autosave-newer-than-its-content",
-    "control/autosaves.py",
-    "            state, record, steps = await self._capture(run)\n",
-    "            state, record, steps = await self._capture(run)\n"
-    '            record = run.checkpoint("weights", AUTOSAVE, None, record.user_metadata)\n',
+    "Autosaves.save",
+    "await self._capture(run)\n",
+    'await self._capture(run)\n            record = run.checkpoint("weights", AUTOSAVE, None, record.user_metadata)\n',
 )
 async def test_a_checkpoint_that_a_client_takes_during_an_autosave_is_the_newer_one_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch
@@ -242,7 +232,9 @@ async def test_a_disk_that_is_full_at_a_stop_is_told_on_fakes(api: Api) -> None:
     assert said[1:] == [f"NOT saved: 1 optimizer step of {model}, which has no checkpoint: no space left in /data"]
 
 
-@pytest.mark.mutation("silent-session-loses-training", "control/life_cycle.py", "if not end.clean:", "if False:")
+@pytest.mark.mutation(
+    "silent-session-loses-training", "ControlPlane._end_session.end_runs", "if not end.clean:", "if False:"
+)
 async def test_a_session_that_ends_because_its_heartbeats_stopped_is_saved_on_fakes(api: Api) -> None:
     """A laptop that slept."""
     session = await api.session()
@@ -307,12 +299,6 @@ async def test_steps_do_not_wait_while_an_autosave_is_written_on_fakes(start_api
     writes.go.set()
 
 
-@pytest.mark.mutation(
-    "autosave-reads-the-run-itself",
-    "autosaves.py",
-    "call(trainer.read_adapter, copy_id,",
-    "call(trainer.read_adapter, run.model_id,",
-)
 async def test_steps_run_between_the_parts_of_an_autosave_which_is_as_before_them_on_fakes(
     start_api: StartApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,12 +366,6 @@ def weights_in(data_dir: Path) -> list[Path]:
     return list(data_dir.glob("checkpoints/*/weights/*@*"))
 
 
-@pytest.mark.mutation(
-    "saves-are-not-numbered-as-they-begin",
-    "training_runs.py",
-    "            save_number=self.next_save(),\n",
-    "            save_number=int(when.timestamp()),\n",
-)
 async def test_a_run_that_is_lost_after_the_clock_was_set_back_names_its_later_save_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:

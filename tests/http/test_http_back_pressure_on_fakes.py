@@ -33,7 +33,6 @@ async def full(api: Api, model: str) -> int:
     raise AssertionError("nothing is refused")
 
 
-@pytest.mark.mutation("queue-without-end")
 async def test_refused_submit_is_told_when_to_come_again_on_fakes(start_api: StartApi) -> None:
     api = await start_api(max_queued_requests_per_session=3)
     model = await api.model()
@@ -51,7 +50,6 @@ async def test_refused_submit_is_told_when_to_come_again_on_fakes(start_api: Sta
     assert api.backend.metrics()["fake/bigram"].submits_refused == 4
 
 
-@pytest.mark.mutation("refused-id-is-a-gap")
 async def test_refused_submit_can_be_sent_again_and_leaves_no_gap_on_fakes(start_api: StartApi) -> None:
     api = await start_api(max_queued_requests_per_session=3)
     model = await api.model()
@@ -89,7 +87,6 @@ async def test_one_session_that_fills_its_queue_refuses_nobody_else_on_fakes(sta
     await api.result(step)
 
 
-@pytest.mark.mutation("bound-locks-a-model")
 async def test_full_server_takes_from_each_model_what_it_needs_to_go_on_on_fakes(start_api: StartApi) -> None:
     """Chunks of one request arrive as 2, 3, 1: a bound between them would lock the model for ever."""
     api = await start_api(max_queued_requests_per_session=3, max_queued_requests=3)

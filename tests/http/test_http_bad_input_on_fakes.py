@@ -100,12 +100,6 @@ async def test_zstd_bodies_whole_and_broken_on_fakes(api: Api) -> None:
     assert len((await api.result(answer.json()["request_id"])).loss_fn_outputs[0]["logprobs"].data) == 500
 
 
-@pytest.mark.mutation(
-    "zstd-bomb",
-    "bodies.py",
-    "        if size > limit:\n            raise InvalidRequestError(\n",
-    "        if False:\n            raise InvalidRequestError(\n",
-)
 async def test_zstd_bomb_is_refused_without_its_memory_on_fakes(api: Api) -> None:
     bombs = [zstandard.ZstdCompressor(level=19).compress(bytes(size * MIB)) for size in (33, 400)]
     liar = bytearray(zstandard.ZstdCompressor().compress(bytes(100 * MIB)))
@@ -122,12 +116,6 @@ async def test_zstd_bomb_is_refused_without_its_memory_on_fakes(api: Api) -> Non
     assert await api.healthy()
 
 
-@pytest.mark.mutation(
-    "endless-bodies",
-    "bodies.py",
-    '            if incoming.size > limit:\n                raise InvalidRequestError(f"body: over',
-    '            if incoming.size > 64 * limit:\n                raise InvalidRequestError(f"body: over',
-)
 async def test_bodies_over_their_limits_are_refused_before_they_are_read_on_fakes(api: Api) -> None:
     read = 0
 
@@ -277,7 +265,6 @@ async def test_bad_gradient_fails_through_its_future_on_fakes(
     await api.result(await api.step(other, 2))
 
 
-@pytest.mark.mutation("switched-off-targets-refused")
 async def test_target_out_of_the_vocabulary_is_fine_where_its_weight_is_0_on_fakes(api: Api) -> None:
     model = await api.model()
     inputs = {"target_tokens": [9, -100, 600], "weights": [1.0, 0.0, 0.0]}
@@ -286,13 +273,6 @@ async def test_target_out_of_the_vocabulary_is_fine_where_its_weight_is_0_on_fak
     assert output.metrics["loss:sum"] == pytest.approx(-float(output.loss_fn_outputs[0]["logprobs"].to_numpy()[0]))
 
 
-@pytest.mark.mutation(
-    "expected-tokens-for-training-only",
-    "control/sample_prompts.py",
-    'RENDERING_IMAGES.run(render, given, "prompt"',
-    "RENDERING_IMAGES.run(render, type(given)(chunks=tuple(chunk.model_copy(update={'expected_tokens': None}) if"
-    " chunk.type == 'image' else chunk for chunk in given.chunks)), \"prompt\"",
-)
 async def test_bad_image_fails_its_own_request_on_fakes(api: Api) -> None:
     session = await api.session()
     model, sampler = await api.model(session), await api.base_sampler(session)
@@ -371,12 +351,6 @@ async def test_bad_sample_is_refused_at_once_on_fakes(api: Api, fields: dict[str
     await api.result(await api.sample(sampler, 0))
 
 
-@pytest.mark.mutation(
-    "prompt-over-the-context-fails-as-a-sample",
-    "control/sampling_sessions.py",
-    "        _check_context(request, session.base.engines.sampler.max_context_length)\n",
-    "",
-)
 @pytest.mark.parametrize(("says", "at_once"), [(5000, True), (None, False)])
 async def test_a_picture_counts_towards_the_context_by_what_it_says_or_when_rendered_on_fakes(
     api: Api, says: int | None, at_once: bool
@@ -444,12 +418,6 @@ async def test_any_integer_is_a_seed_on_fakes(api: Api, seed: int) -> None:
     await api.result(await api.submit("load_weights", load))
 
 
-@pytest.mark.mutation(
-    "unserved-base-model-accepted",
-    "served_models.py",
-    "        if name in self._by_name:\n",
-    "        name = name if name in self._by_name else next(iter(self._by_name))\n        if True:\n",
-)
 async def test_unknown_base_model_is_refused_with_those_that_are_served_on_fakes(start_api: StartApi) -> None:
     api = await start_api(models=("fake/bigram", "fake/other"))
     session = await api.session()
@@ -468,15 +436,6 @@ async def test_unknown_base_model_is_refused_with_those_that_are_served_on_fakes
         assert len(answer.json()["detail"]) < 200
 
 
-@pytest.mark.mutation(
-    "context-in-a-name-ignored", "served_models.py", "if int(match[2]) > context:", "if int(match[2]) < 0:"
-)
-@pytest.mark.mutation(
-    "context-of-a-name-kept",
-    "training_runs.py",
-    "new_run(model_id, name, config",
-    "new_run(model_id, request.base_model, config",
-)
 async def test_a_context_in_a_models_name_must_fit_and_the_name_before_it_is_recorded_on_fakes(
     start_api: StartApi,
 ) -> None:
@@ -570,7 +529,6 @@ async def test_checkpoint_that_does_not_exist_is_404_and_of_the_wrong_kind_400_o
     await api.result((await load(weights)).json()["request_id"])
 
 
-@pytest.mark.mutation("paths-leave-their-folder")
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".", ".hidden", "a b", "ä", "a" * 129, "a\u0000b", "a%2Fb", "a:b"])
 async def test_name_that_is_none_fails_in_its_place_on_fakes(api: Api, name: str) -> None:
     model = await api.model()
@@ -622,9 +580,6 @@ async def test_page_out_of_range_is_refused_on_fakes(api: Api) -> None:
         assert (await api.get(path, offset=2**63 - 1, limit=1000)).status_code == 200
 
 
-@pytest.mark.mutation(
-    "bound-of-tensors-raised", "control/training_commands.py", "MAX_CELLS = 2**26", "MAX_CELLS = 2**28"
-)
 async def test_sparse_tensor_that_would_be_huge_is_refused_before_it_is_dense_on_fakes(api: Api) -> None:
     """A few bytes of CSR can ask for any amount of memory, once per datum."""
     import numpy as np

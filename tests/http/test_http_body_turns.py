@@ -77,8 +77,6 @@ def ended(made: Sequence[tuple[connections.BoundedHttp, Wire]]) -> None:
         protocol.connection_lost(ConnectionResetError())
 
 
-@pytest.mark.mutation("bodies-out-of-turn", "connections.py", "self._turns.ask(self)", "self.take_turn()")
-@pytest.mark.mutation("rests-of-refused-bodies-at-once", "connections.py", "self._end_turn(len(data))", "pass")
 @pytest.mark.parametrize("path", [b"read", b"refused"])
 async def test_sixteen_unfinished_bodies_lengthen_a_pass_of_the_event_loop_by_one_piece(path: bytes) -> None:
     """Before, each pass read a piece of every body, and up to 32 pieces of those that had been refused."""
@@ -107,9 +105,6 @@ async def test_sixteen_unfinished_bodies_lengthen_a_pass_of_the_event_loop_by_on
     ended(made)
 
 
-@pytest.mark.mutation(
-    "pieces-of-bodies-copied", "connections.py", "if not self.cycle.body and len(body) > BYTES_OF_A_TURN:", "if False:"
-)
 async def test_a_large_piece_of_a_body_reaches_the_app_as_the_parser_made_it() -> None:
     """uvicorn copies it into a buffer, and from there into what the app gets."""
     given: list[bytes] = []
@@ -133,9 +128,6 @@ async def test_a_large_piece_of_a_body_reaches_the_app_as_the_parser_made_it() -
     ended([made])
 
 
-@pytest.mark.mutation(
-    "python-for-each-chunk", "connections.py", "self.on_body = self._pieces.append  # type: ignore[assignment]", ""
-)
 async def test_thousands_of_chunks_that_come_at_once_are_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[bytes] = []
     monkeypatch.setattr(HttpToolsProtocol, "on_body", lambda self, body: taken.append(body))
@@ -168,13 +160,6 @@ class Sent:
             raise ClientDisconnect
 
 
-@pytest.mark.mutation(
-    "bodies-joined-on-the-loop", "bodies.py", "else await PARSING.run(self._joined)", "else self._joined()"
-)
-@pytest.mark.mutation(
-    "bodies-freed-at-once", "bodies.py", "            PARSING.run(incoming.drop)\n", "            pass\n"
-)
-@pytest.mark.mutation("memory-of-bodies-kept", "bodies.py", "            give_memory_back()\n", "            pass\n")
 @pytest.mark.parametrize("declared", [True, False], ids=["declared", "chunked"])
 @pytest.mark.parametrize("breaks", [False, True], ids=["whole", "broken off"])
 async def test_a_large_body_is_joined_and_freed_in_a_thread(
@@ -217,13 +202,6 @@ async def test_a_large_body_is_joined_and_freed_in_a_thread(
     assert bodies._held.total == 0
 
 
-@pytest.mark.mutation(
-    "bodies-held-twice",
-    "bodies.py",
-    "if self._buffer is None and JOINED_INLINE_BYTES < self.size + len(part) <= self._declared:",
-    "if False:",
-    cases=("declared",),
-)
 @pytest.mark.parametrize("declared", [True, False], ids=["declared", "chunked"])
 async def test_a_large_body_is_held_once(declared: bool) -> None:
     """The parts of 50 MB and the whole once lay side by side."""
@@ -297,13 +275,6 @@ async def taken(sent: Sent) -> bytes:
 
 
 @pytest.mark.usefixtures("little_room")
-@pytest.mark.mutation("share-of-bodies-without-bound", "bodies.py", "    if _held.over(owner):", "    if False:")
-@pytest.mark.mutation(
-    "bodies-bounded-in-all-alone",
-    "shared_bytes.py",
-    "self._held[owner] > max(0, self.most - self.total)",
-    "self.total > self.most",
-)
 async def test_what_is_held_of_unfinished_bodies_is_shared_by_owners() -> None:
     first, second = (Sent([bytes(60), b"end"], owner=owner) for owner in "ab")
     for sent in (first, second):
@@ -325,13 +296,6 @@ async def test_what_is_held_of_unfinished_bodies_is_shared_by_owners() -> None:
 
 
 @pytest.mark.usefixtures("little_room")
-@pytest.mark.mutation(
-    "waiting-bodies-not-counted",
-    "bodies.py",
-    "        yield await incoming.whole()\n    finally:\n",
-    "        whole = await incoming.whole()\n        _held.give(owner, counted)\n"
-    "        counted = 0\n        yield whole\n    finally:\n",
-)
 async def test_bodies_that_wait_to_be_parsed_count_until_they_are() -> None:
     async with bodies.body_of(Sent([bytes(100)])):  # type: ignore[arg-type]
         with pytest.raises(TooManyRequestsError, match="200 bytes of requests of the owner 'a'"):

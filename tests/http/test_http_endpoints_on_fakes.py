@@ -40,7 +40,6 @@ async def test_start_up_is_answered_as_the_sdk_reads_it_on_fakes(api: Api) -> No
     assert sdk.TelemetryResponse.model_validate(telemetry).status == "accepted"
 
 
-@pytest.mark.mutation("ttl-dropped", "training_runs.py", "expires_at=expiry(when, ttl_seconds)", "expires_at=None")
 async def test_models_and_checkpoints_are_answered_as_the_sdk_reads_them_on_fakes(api: Api) -> None:
     session = await api.session()
     promise = await api.ok(
@@ -204,7 +203,7 @@ async def test_not_yet_is_408_with_the_queue_state_on_fakes(api: Api, monkeypatc
 
 @pytest.mark.mutation(
     "failed-operation-is-500",
-    "future_routes.py",
+    "failure",
     'return JSONResponse({"error": message(error), "category": error.category})',
     'return JSONResponse({"error": message(error), "category": error.category}, error.status)',
 )
@@ -256,7 +255,6 @@ async def test_unknown_route_and_method_are_answered_in_json_with_their_name_on_
     assert "POST /api/v1/forward" in (await api.post("forward", {})).json()["detail"]
 
 
-@pytest.mark.mutation("409", "types/errors.py", "    status = 400\n", "    status = 409\n")
 async def test_every_client_error_has_a_body_and_its_length_on_fakes(api: Api) -> None:
     model = await api.model()
     calls = [
@@ -316,13 +314,6 @@ async def test_training_runs_are_paged_newest_first_on_fakes(api: Api) -> None:
     assert seen == made[::-1]
 
 
-@pytest.mark.mutation("unknown-fields-ignored")
-@pytest.mark.mutation(
-    "unsupported-fields-ignored",
-    "control/sampling_sessions.py",
-    "        if request.num_samples > self._options.max_num_samples:\n",
-    "        if False:\n",
-)
 async def test_what_is_not_honoured_is_refused_by_name_on_fakes(api: Api) -> None:
     session = await api.session()
     model = await api.model(session, 0)

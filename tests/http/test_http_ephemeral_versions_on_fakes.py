@@ -40,15 +40,6 @@ async def refusal(api: Api, sampler: str) -> str:
     return str(answer.json()["detail"])
 
 
-@pytest.mark.mutation(
-    "versions-of-an-owner-without-bound", "ephemeral_versions.py", "while self._by_owner[owner] > most:", "while False:"
-)
-@pytest.mark.mutation(
-    "used-versions-dropped-first",
-    "ephemeral_versions.py",
-    "        self._kept[version] = self._kept.pop(version)\n",
-    "",
-)
 async def test_versions_of_many_sessions_beyond_the_quota_of_their_owner_are_dropped_on_fakes(
     start: Callable[..., Awaitable[Api]],
 ) -> None:
@@ -72,7 +63,6 @@ async def test_versions_of_many_sessions_beyond_the_quota_of_their_owner_are_dro
     assert api.backend.metrics()["fake/bigram"].ephemeral_bytes == 4 * size
 
 
-@pytest.mark.mutation("versions-dropped-under-samples")
 async def test_versions_that_are_sampled_from_stay_beyond_the_quota_until_their_samples_end_on_fakes(
     start: Callable[..., Awaitable[Api]],
 ) -> None:
@@ -94,15 +84,6 @@ async def test_versions_that_are_sampled_from_stay_beyond_the_quota_until_their_
     await api.until(lambda: api.backend.metrics()["fake/bigram"].versions_dropped == 2)
 
 
-@pytest.mark.mutation(
-    "versions-of-all-without-bound", "ephemeral_versions.py", "while self._by_owner.total() > most:", "while False:"
-)
-@pytest.mark.mutation(
-    "versions-of-the-smaller-owner-dropped",
-    "ephemeral_versions.py",
-    "max(free, key=lambda each: self._by_owner[each.owner])",
-    "free[0]",
-)
 async def test_versions_beyond_what_all_may_have_are_dropped_of_the_owner_that_has_most_on_fakes(
     start: Callable[..., Awaitable[Api]],
 ) -> None:

@@ -157,9 +157,6 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.mutation(
-    "modules-searched-for-garbage", "server.py", "        gc.freeze()\n        on_ready()", "        on_ready()"
-)
 def test_garbage_is_not_searched_for_among_modules_on_fakes(serve: Any) -> None:
     """A thousand new connections brought a full collection about, which took 90 ms."""
     server = serve("--fake", "--model", "fake/bigram", program=COUNTING)

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 PROGRAM = """
 import atexit
 
@@ -23,8 +21,6 @@ main()
 """
 
 
-@pytest.mark.mutation("interpreter-destroyed-at-exit", "cli/serve.py", "    os._exit(0)  # everything", "    pass  #")
-@pytest.mark.mutation("exit-without-clean-up", "cli/serve.py", "        atexit._run_exitfuncs()", "        pass")
 def test_a_stopped_server_cleans_up_and_does_not_destroy_the_interpreter_on_fakes(serve: Callable[..., Any]) -> None:
     server = serve("--fake", "--model", "fake/bigram", program=PROGRAM)
     assert server.stop() == 0

@@ -13,9 +13,6 @@ from tinker_local.types import NotFoundError
 from tests.http.conftest import StartApi
 
 
-@pytest.mark.mutation(
-    "models-not-recorded", "life_cycle.py", "DATABASE.run(record_model_paths,", "DATABASE.run(lambda *_: None,"
-)
 async def test_a_checkpoint_is_found_by_its_path_while_the_server_runs_and_after_on_fakes(start_api: StartApi) -> None:
     api = await start_api()
     model = await api.model()

@@ -82,12 +82,6 @@ async def test_export_is_fetched_without_a_key_and_equals_what_was_saved_on_fake
     assert all((found[name] == trained[name]).all() for name in trained)
 
 
-@pytest.mark.mutation(
-    "download-read-whole",
-    "download_routes.py",
-    'FileResponse(path, media_type="application/octet-stream", filename=self._wanted.file)',
-    'Response(path.read_bytes(), media_type="application/octet-stream")',
-)
 async def test_file_is_streamed_and_never_whole_in_memory_on_fakes(api: Api) -> None:
     model = await api.model()
     await export(api, model, 1, "a")
@@ -130,13 +124,6 @@ async def test_export_that_is_deleted_while_a_download_begins_is_404_on_fakes(
     assert api.backend.store.get_checkpoint == looked_up
 
 
-@pytest.mark.mutation(
-    "export-deleted-under-a-download",
-    "exports.py",
-    "        with self._uses.using(record):\n",
-    "        if record:\n",
-    cases=("headers0",),
-)
 @pytest.mark.parametrize("headers", [[], [(b"range", b"bytes=8-")]])
 async def test_download_goes_on_to_its_end_if_the_export_is_deleted_on_fakes(
     api: Api, headers: list[tuple[bytes, bytes]]
@@ -162,11 +149,6 @@ async def test_download_goes_on_to_its_end_if_the_export_is_deleted_on_fakes(
     await api.until(lambda: not list(folder.rglob("adapter_model.safetensors")))
 
 
-@pytest.mark.mutation(
-    "deleted-exports-cost-nothing", "storage_quota.py", "        return recorded + self._deleted_of(owner)\n",
-    "        return recorded\n",
-)  # fmt: skip
-@pytest.mark.mutation("deleted-exports-cost-for-ever", "storage/store.py", "        self.quota.removed(record)\n", "")
 async def test_a_deleted_export_counts_for_its_owner_while_a_download_of_it_is_not_read_on_fakes(api: Api) -> None:
     model = await api.model()
     before = await stored(api)
@@ -231,18 +213,6 @@ def later(token: str) -> str:
     return f"{tokens.dump_payload([expires + 1, *what]).decode()}.{signature}"
 
 
-@pytest.mark.mutation(
-    "forged-url-accepted",
-    "signatures.py",
-    "expires, *signed = self._tokens.loads(token)",
-    "_, (expires, *signed) = self._tokens.loads_unsafe(token)",
-)
-@pytest.mark.mutation(
-    "expired-url-accepted",
-    "signatures.py",
-    "        if self._clock().timestamp() >= expires:\n",
-    "        if expires < 0:\n",
-)
 async def test_forged_or_expired_url_is_403_on_fakes(start_api: StartApi) -> None:
     late = timedelta()
     api = await start_api(clock=lambda: now() + late)

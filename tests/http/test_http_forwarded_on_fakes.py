@@ -34,13 +34,6 @@ def behind(*proxies: str) -> ForwardedAddress:
     return ForwardedAddress(no_app, [parse_proxy(each) for each in proxies])
 
 
-@pytest.mark.mutation(
-    "clients-choose-their-address",
-    "forwarded.py",
-    "            if not self._is_proxy(address):\n                break\n",
-    "",
-    cases=("the-client-sent-another",),
-)
 @pytest.mark.parametrize(
     ("peer", "lines", "address"),
     [
@@ -118,7 +111,6 @@ async def test_logs_and_the_limit_of_wrong_keys_have_the_address_of_the_client_o
         counted.clear()
 
 
-@pytest.mark.mutation("proxies-of-uvicorn", "server.py", "        proxy_headers=False,", "        proxy_headers=True,")
 def test_a_program_of_this_machine_is_not_believed_to_be_a_proxy_on_fakes(
     loopback_server: LoopbackServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,12 +49,6 @@ def test_a_full_disk_is_freed_through_the_api_on_fakes(tmp_path: Path) -> None:
     assert said["expires"]
 
 
-@pytest.mark.mutation(
-    "model-of-a-finished-session-lives",
-    "control/sessions.py",
-    "        finally:  # if that fails, say because the disk is full, its runs end all the same\n",
-    "        except ZeroDivisionError:\n",
-)
 async def test_a_session_whose_end_cannot_be_recorded_leaves_no_live_model_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:

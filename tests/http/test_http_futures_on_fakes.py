@@ -19,7 +19,7 @@ from tests.http.conftest import Api, Clock, StartApi, datum
 FUTURES = "tinker_local.backend.http.future_routes"
 
 
-@pytest.mark.mutation("results-polled-for", "operations.py", "await self._wake.wait()", "await asyncio.sleep(0.05)")
+@pytest.mark.mutation("results-polled-for", "Operation.wait", "await self._wake.wait()", "await asyncio.sleep(0.05)")
 async def test_result_wakes_the_poll_within_milliseconds_on_fakes(api: Api) -> None:
     """Nothing polls: a control-plane step has no floor."""
     model = await api.model()
@@ -63,9 +63,6 @@ def test_long_polls_end_before_the_sdk_gives_up() -> None:
     assert 15 <= LONG_POLL_SECONDS <= 40
 
 
-@pytest.mark.mutation(
-    "results-kept-for-ever", "operations.py", "for request_id in old:\n            self._drop(request_id)", "pass"
-)
 async def test_results_can_be_read_again_until_their_retention_ends_on_fakes(
     start_api: StartApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,13 +150,6 @@ async def test_number_of_a_sampler_is_not_given_twice_on_fakes(api: Api) -> None
     assert len(api.sampler.versions) == 1  # the named one: nothing of the refused save is left
 
 
-@pytest.mark.mutation(
-    "one-sample-at-a-time",
-    "control/sampling_sessions.py",
-    "            output = await self._sample(session, request, operation, besides)\n",
-    '            async with self.__dict__.setdefault("_one", asyncio.Lock()):\n'
-    "                output = await self._sample(session, request, operation, besides)\n",
-)
 async def test_cancelling_frees_the_slot_on_fakes(api: Api) -> None:
     sampler = await api.base_sampler()
     api.sampler.hold.clear()
@@ -229,7 +219,7 @@ async def test_five_hundred_samples_at_once_are_all_answered_on_fakes(api: Api) 
 
 @pytest.mark.mutation(
     "old-samplers-get-new-weights",
-    "control/sampling_sessions.py",
+    "Sampling._version",
     "return self._versions.ephemeral(session.ephemeral.name)",
     "return self._versions.ephemeral(list(self._versions._folders._versions)[-1])",
 )
@@ -256,7 +246,7 @@ async def test_samplers_keep_the_weights_of_their_save_on_fakes(api: Api) -> Non
 
 @pytest.mark.mutation(
     "effect-not-verified",
-    "save_weights_for_sampler.py",
+    "SaveWeightsForSampler._load_and_verify",
     "        if not agreement.difference <= tolerance:\n",
     "        if False:\n",
 )
@@ -332,20 +322,6 @@ async def test_expired_checkpoint_is_gone_on_fakes(start_api: StartApi) -> None:
     assert (await api.post("asample", api.sample_body(sampler, 0))).status_code == 404
 
 
-@pytest.mark.mutation(
-    "existing-name-is-refused-at-the-submit",
-    "control/training_commands.py",
-    "        model = await self._place(operation, model_id, seq_id)\n",
-    "        model = await self._place(operation, model_id, seq_id)\n"
-    '        if kind == "save_weights" and self._store.list_checkpoints(model_id):\n'
-    '            raise TooManyRequestsError("a checkpoint of this name exists")\n',
-)
-@pytest.mark.mutation(
-    "metadata-dropped",
-    "training_runs.py",
-    "            user_metadata=user_metadata or {},\n",
-    "            user_metadata={},\n",
-)
 async def test_name_that_exists_fails_the_save_and_no_409_on_fakes(api: Api) -> None:
     model = await api.model()
     path = await api.save(model, 1, "a")
@@ -402,10 +378,6 @@ async def test_saves_in_flight_are_finished_when_the_server_stops_on_fakes(
     assert (await again.ok("weights_info", {"tinker_path": path}))["lora_rank"] == 4
 
 
-@pytest.mark.mutation("results-without-bound", "operations.py", "own.size > self._session_bytes and", "False and")
-@pytest.mark.mutation(
-    "unread-results-dropped-first", "result_memory.py", "self.read or self.unread", "self.unread or self.read"
-)
 async def test_results_beyond_their_memory_drop_those_that_were_read_first_on_fakes(start_api: StartApi) -> None:
     """64 unread answers once kept 750 MiB."""
     of_one = operations.OPERATION_BYTES + operations.OBJECT_BYTES + 2 * 100 * 4  # tokens and logprobs
@@ -440,12 +412,6 @@ async def test_results_beyond_their_memory_drop_those_that_were_read_first_on_fa
     assert kept.kept_bytes == of_one
 
 
-@pytest.mark.mutation(
-    "errors-keep-what-was-sent",
-    "operations.py",
-    "self._future.set_exception(without_frames(error))",
-    "self._future.set_exception(error)",
-)
 async def test_requests_that_failed_keep_nothing_of_what_was_sent_on_fakes(api: Api) -> None:
     """The frames of an error once kept the data of each failed request, up to 512 MiB, for 15 minutes."""
     model, sampler = await api.model(), await api.base_sampler()

@@ -174,9 +174,6 @@ async def test_json_is_refused_by_its_number_of_values_before_it_is_parsed_on_fa
         assert "JSON values" in answer.json()["detail"]
 
 
-@pytest.mark.mutation(
-    "text-prompts-of-any-size", "sampling_routes.py", "(MAX_IMAGE_BYTES if backend.models.take_images else 0)", "2**40"
-)
 @pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
 async def test_json_is_refused_by_the_bytes_that_context_and_images_need_on_fakes(
     api: Api, images: bool, monkeypatch: pytest.MonkeyPatch

@@ -73,12 +73,6 @@ async def nothing_left(api: Api, before: int) -> None:
     assert found == []
 
 
-@pytest.mark.mutation(
-    "import-loads-a-fresh-adapter",
-    "control/imports.py",
-    "await base.scheduler.call(trainer.load_adapter, model_id, state)",
-    "await base.scheduler.call(trainer.load_adapter, model_id, begun)",
-)
 async def test_an_imported_adapter_samples_and_trains_as_it_did_on_fakes(api: Api) -> None:
     model, folder = await trained(api)
     expected = await api.score(await api.nameless(model, 4, 0), 0)
@@ -118,9 +112,6 @@ async def test_an_adapter_of_some_modules_and_another_alpha_is_told_on_fakes(api
     assert np.array_equal(found[f"{PATH}.lora_B.weight"], tensors[f"{PATH}.lora_B.weight"] / 4)
 
 
-@pytest.mark.mutation(
-    "adapter-of-another-base-imported", "control/imports.py", "if named and _last(named) not in known:", "if False:"
-)
 async def test_an_adapter_that_names_another_base_model_is_refused_unless_told_on_fakes(api: Api) -> None:
     _, folder = await trained(api)
     config = json.loads((folder / CONFIG).read_text()) | {"base_model_name_or_path": "Qwen/Qwen3-8B"}
@@ -134,20 +125,6 @@ async def test_an_adapter_that_names_another_base_model_is_refused_unless_told_o
     assert (await send(api, body, other_base=True)).status_code == 200
 
 
-@pytest.mark.mutation(
-    "file-of-a-tar-archive-chosen-by-the-archive",
-    "http/import_routes.py",
-    "or name not in FILES",
-    "",
-    cases=("another-file",),
-)
-@pytest.mark.mutation(
-    "truncated-tar-archive-accepted",
-    "http/import_routes.py",
-    "if self._file is not None or self._head:",
-    "if False:",
-    cases=("cut-off",),
-)
 @pytest.mark.parametrize(
     ("body", "params", "status", "message"),
     [
@@ -190,12 +167,6 @@ async def test_a_rank_above_the_servers_and_too_many_bytes_are_refused_on_fakes(
     await nothing_left(small, 0)
 
 
-@pytest.mark.mutation(
-    "half-an-import-stays",
-    "control/imports.py",
-    'await self._checkpoints.delete(f"tinker://{model_id}/{kind}/{name}")',
-    "pass",
-)
 async def test_an_import_whose_second_checkpoint_fails_leaves_none_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,12 +180,6 @@ async def test_an_import_whose_second_checkpoint_fails_leaves_none_on_fakes(
     await nothing_left(api, 1)
 
 
-@pytest.mark.mutation(
-    "checkpoint-written-after-its-deletion",
-    "control/imports.py",
-    'await self._sessions.finish(session_id, "errored", str(error))  # waits for saves',
-    "pass",
-)
 async def test_an_import_that_is_cancelled_while_a_checkpoint_is_written_leaves_none_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,12 +204,6 @@ async def test_an_import_that_is_cancelled_while_a_checkpoint_is_written_leaves_
     await nothing_left(api, 1)
 
 
-@pytest.mark.mutation(
-    "import-goes-on-from-a-fresh-adapter",
-    "control/training_runs.py",
-    "if self.imported and self.source is None:",
-    "if False:",
-)
 async def test_an_import_whose_trainer_is_lost_does_not_go_on_with_a_fresh_adapter_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,12 +225,6 @@ async def test_an_import_whose_trainer_is_lost_does_not_go_on_with_a_fresh_adapt
     assert [one["checkpoint_id"] for one in (await api.get("checkpoints")).json()["checkpoints"]] == ["weights/first"]
 
 
-@pytest.mark.mutation(
-    "imports-belong-to-everybody",
-    "control/imports.py",
-    "session_id = await self._sessions.create(session, caller=caller)",
-    "session_id = await self._sessions.create(session)",
-)
 async def test_an_import_belongs_to_its_caller_who_has_one_at_a_time_on_fakes(
     start_api: StartApi, tmp_path: Path
 ) -> None:

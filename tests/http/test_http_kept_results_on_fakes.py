@@ -44,13 +44,6 @@ def files(api: Api) -> list[Path]:
     return list((api.backend.options.data_dir / "results").iterdir())
 
 
-@pytest.mark.mutation(
-    "results-stay-in-memory",
-    "result_memory.py",
-    "if self.bytes > self._most and (",
-    "if False and (",
-)
-@pytest.mark.mutation("filed-results-stay-in-memory", "operations.py", "        self._result = None\n\n", "\n")
 async def test_results_that_are_not_read_leave_memory_and_are_read_as_they_were_on_fakes(start_api: StartApi) -> None:
     """64 unread answers once kept 0.5 GiB of memory, and again so much with each repetition."""
     api = await start_api(result_memory_bytes=MEMORY)
@@ -75,15 +68,6 @@ async def test_results_that_are_not_read_leave_memory_and_are_read_as_they_were_
     assert (await ended(api, requests[0])).file is not None
 
 
-@pytest.mark.mutation(
-    "files-of-results-stay",
-    "result_memory.py",
-    "            DISK.run(self._files.delete, file)\n\n",
-    "            pass\n\n",
-)
-@pytest.mark.mutation(
-    "files-of-results-survive", "result_files.py", "        shutil.rmtree(folder, ignore_errors=True)\n", ""
-)
 async def test_files_of_results_go_with_the_results_and_with_the_server_on_fakes(
     start_api: StartApi, tmp_path: Path
 ) -> None:
@@ -102,12 +86,6 @@ async def test_files_of_results_go_with_the_results_and_with_the_server_on_fakes
     assert not left.parent.exists()
 
 
-@pytest.mark.mutation(
-    "results-that-come-late-stay",
-    "result_memory.py",
-    "        while self.bytes > self._most and await self._file_one():\n",
-    "        if self.bytes > self._most and await self._file_one():\n",
-)
 async def test_a_result_that_ends_while_memory_is_given_back_goes_to_a_file_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,16 +125,6 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("disk", [no_room, full_disk], ids=["no room", "full"])
-@pytest.mark.mutation(
-    "results-fill-the-disk",
-    "result_files.py",
-    "                return None\n",
-    "                pass\n",
-    cases=("no room",),
-)
-@pytest.mark.mutation(
-    "half-written-results-stay", "result_files.py", "            self.delete(path)\n", "", cases=("full",)
-)
 async def test_results_stay_in_memory_while_the_disk_has_no_room_on_fakes(
     start_api: StartApi, monkeypatch: pytest.MonkeyPatch, disk: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
@@ -176,9 +144,6 @@ async def test_results_stay_in_memory_while_the_disk_has_no_room_on_fakes(
     assert len(files(api)) == 4
 
 
-@pytest.mark.mutation(
-    "objects-of-results-not-counted", "sampling_sessions.py", " + OBJECT_BYTES * len(output.sequences)", ""
-)
 async def test_many_short_sequences_count_for_the_memory_that_they_take_on_fakes(api: Api) -> None:
     sampler = await api.base_sampler()
     await ended(api, await api.sample(sampler, 0, num_samples=16))  # what the first one needs once
@@ -193,7 +158,6 @@ async def test_many_short_sequences_count_for_the_memory_that_they_take_on_fakes
     assert kept.memory.bytes - before >= taken
 
 
-@pytest.mark.mutation("results-of-the-largest-session-dropped", "operations.py", "if kept.owner == owner)", "if True)")
 async def test_results_beyond_what_all_may_have_are_dropped_of_the_owner_that_has_most_on_fakes(tmp_path: Path) -> None:
     size = operations.OPERATION_BYTES + 1000
     memory = ResultMemory(math.inf, result_files.ResultFiles(tmp_path / "results"))

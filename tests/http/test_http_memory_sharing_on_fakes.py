@@ -58,9 +58,6 @@ async def samples(api: Api, sampler: str, seq_ids: Sequence[int]) -> list[str]:
     return [await api.sample(sampler, seq_id) for seq_id in seq_ids]
 
 
-@pytest.mark.mutation(
-    "sleeps-when-all-fits", "memory_sharing.py", "if isinstance(result, NotEnoughMemoryError)", "if True"
-)
 async def test_training_that_fits_never_puts_the_sampler_to_sleep_and_never_wakes_it_on_fakes(api: Api) -> None:
     model = await api.model()
     for seq_id in range(1, 9, 2):
@@ -92,12 +89,6 @@ async def test_a_request_that_does_not_fit_gets_the_samplers_memory_on_fakes(
     assert sleeps(roomy) == (0, False)
 
 
-@pytest.mark.mutation(
-    "neighbours-run-again",
-    "memory_sharing.py",
-    "self._again([works[at] for at in short], list(short.values()))",
-    "self._again([work for work in works], [*short.values()] * len(works)); short = dict(enumerate(works))",
-)
 async def test_neighbours_of_a_request_that_does_not_fit_run_once_on_fakes(
     api: Api, start_api: StartApi, tmp_path: Path
 ) -> None:
@@ -126,12 +117,6 @@ async def test_neighbours_of_a_request_that_does_not_fit_run_once_on_fakes(
     assert norms[0] == pytest.approx(norms[1])
 
 
-@pytest.mark.mutation(
-    "wakes-beside-the-trainers-cache",
-    "memory_sharing.py",
-    "            await self.in_turn(self._trainer.release_memory)\n",
-    "            pass\n",
-)
 async def test_the_next_sample_wakes_the_sampler_on_fakes(api: Api) -> None:
     model = await api.model()
     sampler = await api.base_sampler()
@@ -167,15 +152,6 @@ async def test_a_save_for_sampling_wakes_the_sampler_and_is_sampled_from_on_fake
     assert await api.score(sampler, 1) == before
 
 
-@pytest.mark.mutation(
-    "memory-taken-from-under-samples",
-    "memory_sharing.py",
-    "            await self._of_sampler(self._unused.wait())\n",
-    "",
-)
-@pytest.mark.mutation(
-    "samples-are-not-held-back", "memory_sharing.py", "while self._wanted or self.asleep", "while self.asleep"
-)
 async def test_the_trainer_waits_for_samples_in_flight_and_later_ones_for_it_on_fakes(api: Api) -> None:
     model = await api.model()
     sampler = await api.base_sampler()
@@ -362,12 +338,6 @@ async def test_a_sample_cancelled_while_the_sampler_wakes_holds_up_nobody_on_fak
     assert api.sampler.wakes == 1
 
 
-@pytest.mark.mutation(
-    "removing-a-version-wakes",
-    "memory_sharing.py",
-    "        await self._sampler.remove_version(version)\n",
-    "        async with self._memory_sharing.awake():\n            await self._sampler.remove_version(version)\n",
-)
 async def test_the_end_of_a_session_wakes_nobody_on_fakes(api: Api) -> None:
     session = await api.session()
     model = await api.model(session)

@@ -72,7 +72,6 @@ async def test_sessions_runs_checkpoints_and_failures_are_a_line_each_on_fakes(t
         assert record.request
 
 
-@pytest.mark.mutation("failures-fill-the-log", "notices.py", "if self._failures > MOST_FAILURES:", "if False:")
 async def test_a_program_that_only_fails_does_not_fill_the_log_on_fakes(told: Told) -> None:
     api = told.api
     model = await api.model()
@@ -86,7 +85,6 @@ async def test_a_program_that_only_fails_does_not_fill_the_log_on_fakes(told: To
     assert sum("forward_backward failed" in line for line in told.lines()) == notices.MOST_FAILURES + 1
 
 
-@pytest.mark.mutation("cancelled-samples-are-told", "notices.py", "isinstance(operation.error, GoneError)", "False")
 async def test_what_a_client_cancels_is_no_failure_on_fakes(told: Told) -> None:
     api = told.api
     sampler = await api.base_sampler()
@@ -99,7 +97,6 @@ async def test_what_a_client_cancels_is_no_failure_on_fakes(told: Told) -> None:
     assert not [line for line in told.lines() if "failed" in line]
 
 
-@pytest.mark.mutation("status-of-nothing", "notices.py", "(idle and not any", "(False and not any")
 async def test_numbers_are_told_while_something_happens_and_not_else_on_fakes(told: Told) -> None:
     api = told.api
     numbers = asyncio.create_task(told.notices.tell_numbers(0.05))
@@ -116,19 +113,12 @@ async def test_numbers_are_told_while_something_happens_and_not_else_on_fakes(to
     numbers.cancel()
 
 
-@pytest.mark.mutation("a-terminal-obeys-a-client", "terminal_log.py", "if c.isprintable() else", "if True else")
 def test_what_clients_send_neither_ends_a_line_nor_moves_the_cursor_on_fakes() -> None:
     line = {"time": time.time(), "level": "INFO", "logger": "x", "message": "a\nb\x1b[2J\u2028c é", "owner": "\x07"}
     text = as_text(line).decode()
     assert text[9:] == "a\\nb\\x1b[2J\\u2028c é [\\x07]\n"
 
 
-@pytest.mark.mutation(
-    "log-closed-by-libraries",
-    "terminal_log.py",
-    "    def end(self)",
-    "    end = lambda self: None\n\n    def close(self)",
-)
 def test_a_log_of_objects_has_time_level_owner_request_and_what_happened_on_fakes(tmp_path: Path) -> None:
     """In a process, as `serve --log-json` sets it up."""
     program = """
@@ -160,9 +150,6 @@ logging.getLogger("other").warning("after the end")
     assert "ZeroDivisionError" in second["error"]
 
 
-@pytest.mark.mutation(
-    "a-terminal-stops-requests", "log_files.py", "self._waiting.put_nowait(line)", "self._put(self._encode(line))"
-)
 def test_a_terminal_that_does_not_go_on_stops_nothing_on_fakes() -> None:
     """As after Ctrl-S: the pipe is full and is not read."""
     reading, writing = os.pipe()
@@ -194,7 +181,6 @@ def test_a_limit_of_open_files_below_the_connections_is_told_on_fakes(monkeypatc
     assert limits[-1] == (65536, 65536)
 
 
-@pytest.mark.mutation("ready-names-no-address", "listening.py", ".get(host, host)  # not", '.get("", host)  # not')
 @pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "http://127.0.0.1:"), ("127.0.0.1", "http://127.0.0.1:")])
 def test_ready_names_an_address_that_a_client_can_use_on_fakes(host: str, url: str) -> None:
     with listening.bind(host, 0) as bound:

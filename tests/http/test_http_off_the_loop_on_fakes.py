@@ -57,23 +57,8 @@ class Threads:
 
 
 @pytest.mark.mutation(
-    "bodies-parsed-on-the-loop", "training_routes.py", "await PARSING.run(_envelope, body,", "_envelope(body,"
-)
-@pytest.mark.mutation(
-    "results-encoded-on-the-loop",
-    "operations.py",
-    "await ENCODING.run(self.form.encode, cast(T, self._result))",
-    "self.form.encode(cast(T, self._result))",
-)
-@pytest.mark.mutation(
-    "images-rendered-on-the-loop",
-    "control/sample_prompts.py",
-    'return await RENDERING.run(render, given, "prompt")\n',
-    'return render(given, "prompt")\n',
-)
-@pytest.mark.mutation(
     "disk-on-the-loop",
-    "sampler_versions.py",
+    "SamplerVersions.remove_ephemeral",
     "await DISK.run(self._folders.remove, name)",
     "self._folders.remove(name)",
 )
@@ -188,12 +173,6 @@ def hold_renderer(api: Api, chunks: int, monkeypatch: pytest.MonkeyPatch) -> thr
     return go
 
 
-@pytest.mark.mutation(
-    "images-take-the-threads-of-text",
-    "control/sample_prompts.py",
-    'await RENDERING.run(render, given, "prompt")',
-    'await RENDERING_IMAGES.run(render, given, "prompt")',
-)
 async def test_images_that_take_long_hold_up_neither_text_nor_the_images_of_others_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,24 +198,6 @@ async def test_images_that_take_long_hold_up_neither_text_nor_the_images_of_othe
         assert await api.result(request)
 
 
-@pytest.mark.mutation(
-    "images-of-training-take-the-threads-of-text",
-    "control/training_commands.py",
-    "await PREPARING_IMAGES.run(run_slice, steps, images)",
-    "await PREPARING.run(run_slice, steps, images)",
-)
-@pytest.mark.mutation(
-    "images-of-a-session-take-all-preparations",
-    "train_scheduler.py",
-    "if self._under_way[session_id] >= AT_ONCE_OF_A_SESSION:",
-    "if self._under_way[session_id] >= AT_ONCE:",
-)
-@pytest.mark.mutation(
-    "images-of-training-take-no-turns",
-    "control/training_commands.py",
-    "async with self._image_turns.turn(owner, session_id):",
-    "if True:",
-)
 async def test_images_to_train_on_hold_up_neither_text_nor_the_images_of_others_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,6 @@ from tests.http.conftest import PROTOBUF, Api, StartApi
 LOSS = "loss:sum"
 
 
-@pytest.mark.mutation("order-of-arrival")
 async def test_chunks_that_arrive_as_2_3_1_run_as_1_2_3_on_fakes(api: Api, make_datum: Any) -> None:
     model = await api.model()
     data = {1: [make_datum([1, 2])], 2: [make_datum([3, 4])] * 2, 3: [make_datum([5, 6])] * 3}
@@ -38,11 +37,9 @@ async def test_chunks_that_arrive_as_2_3_1_run_as_1_2_3_on_fakes(api: Api, make_
 
 @pytest.mark.mutation(
     "duplicates-run-twice",
-    "control/training_commands.py",
-    "        if (known := self._operations.repeated(operation.request_id, operation.kind)) is not None:\n"
-    "            return known\n"
-    "        model =",
-    "        model =",
+    "Training._place",
+    "is not None:\n            return known\n        model =",
+    "is False:\n            return known\n        model =",
 )
 async def test_same_seq_id_again_is_the_same_request_and_runs_once_on_fakes(api: Api) -> None:
     session = await api.session()
@@ -134,7 +131,6 @@ async def loss(api: Api, model: str, seq_id: int) -> float:
     return float((await api.result(await api.gradient(model, seq_id, forward_only=True))).metrics[LOSS])
 
 
-@pytest.mark.mutation("skipped-gap-forgotten")
 async def test_gap_is_skipped_at_once_by_a_step_which_fails_and_discards_on_fakes(api: Api) -> None:
     model = await api.model()
     start = await loss(api, model, 1)
@@ -154,7 +150,6 @@ async def test_gap_is_skipped_at_once_by_a_step_which_fails_and_discards_on_fake
     assert await loss(api, model, 9) < start
 
 
-@pytest.mark.mutation("skipped-id-stays-open")
 async def test_skipped_id_is_closed_and_refused_through_its_future_on_fakes(api: Api) -> None:
     model = await api.model()
     await api.failure(await api.step(model, 3))
@@ -175,7 +170,6 @@ async def test_gap_is_skipped_at_once_by_anything_that_is_no_gradient_on_fakes(a
     assert (await api.outcome(request)).status_code == 200  # and not after the 360 s of its patience
 
 
-@pytest.mark.mutation("gap-waited-for-for-ever")
 async def test_missing_chunk_is_waited_for_and_then_given_up_on_fakes(start_api: StartApi) -> None:
     api = await start_api(gap_patience=0.4)
     model = await api.model()
@@ -196,12 +190,6 @@ async def test_missing_chunk_is_waited_for_and_then_given_up_on_fakes(start_api:
     await api.result(await api.step(model, 7))
 
 
-@pytest.mark.mutation(
-    "scheduler-polls",
-    "train_scheduler.py",
-    "            await self._wake.wait()\n",
-    "            await asyncio.sleep(0.1)\n",
-)
 async def test_waiting_for_a_missing_chunk_is_no_polling_on_fakes(
     start_api: StartApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,13 +216,13 @@ async def test_waiting_for_a_missing_chunk_is_no_polling_on_fakes(
 
 @pytest.mark.mutation(
     "step-after-a-failed-gradient",
-    "run_queue.py",
+    "RunQueue.fail",
     '            self.commands.poison(f"{command.operation.request_id} failed: {error}", command.era)\n',
     "            pass\n",
 )
 @pytest.mark.mutation(
     "partial-gradient-kept",
-    "control/training_commands.py",
+    "Training.optim_step.run",
     "                await scheduler.call(trainer.discard_gradients, model.model_id)\n",
     "",
 )
@@ -271,12 +259,6 @@ async def trained_like(api: Api, model: str, twin: str) -> None:
             np.testing.assert_array_equal(tensors[name], array)
 
 
-@pytest.mark.mutation(
-    "failures-never-read",
-    "run_queue.py",
-    "            self._failures_read.append(self.now())\n",
-    "            pass\n",
-)
 async def test_a_gradient_that_was_sent_after_a_failure_was_read_starts_anew_on_fakes(
     api: Api, make_datum: Any
 ) -> None:
@@ -291,21 +273,15 @@ async def test_a_gradient_that_was_sent_after_a_failure_was_read_starts_anew_on_
 
 @pytest.mark.mutation(
     "part-of-a-failed-call-kept",
-    "train_scheduler.py",
+    "TrainScheduler._run_gradients",
     "                    await self._memory_sharing.discard_gradients(queue.model_id)\n",
     "                    pass\n",
 )
 @pytest.mark.mutation(
     "part-of-a-failed-call-added",
-    "run_queue.py",
+    "RunQueue.work_of",
     "                return replace(command.work, backward=False)\n",
     "                return command.work\n",
-)
-@pytest.mark.mutation(
-    "part-of-a-failed-call-in-one-pass-kept",
-    "run_queue.py",
-    "  # by another one in the same call\n            self.void = True\n",
-    "\n            pass\n",
 )
 @pytest.mark.parametrize("where", ["decoding", "training"])
 @pytest.mark.parametrize("failing", [0, 1, 2])
@@ -427,9 +403,6 @@ async def test_what_was_on_its_way_when_a_failure_was_read_is_no_answer_to_it_on
     assert bad in await api.failure(await api.step(model, 3))
 
 
-@pytest.mark.mutation(
-    "failures-told-at-once", "http/future_routes.py", "await backend.runs.pause_before_failure(operation)", "pass"
-)
 async def test_a_failure_waits_for_what_was_sent_with_it_on_fakes(
     start_api: StartApi, make_datum: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -512,12 +485,6 @@ async def test_bad_datum_fails_its_own_request_and_nobody_elses_on_fakes(api: Ap
     assert "data[0]" in await api.failure(await api.step(models[2], 3))
 
 
-@pytest.mark.mutation(
-    "one-request-per-call",
-    "fairness.py",
-    "                    if batch and offer.positions > left:\n",
-    "                    if batch:\n",
-)
 async def test_models_share_a_call_of_the_trainer_and_stay_apart_on_fakes(api: Api, make_datum: Any) -> None:
     """Co-batched under one lock: the weights of each model are what they are when it trains alone."""
     session = await api.session()
@@ -714,7 +681,7 @@ async def test_unknown_base_name_of_one_copy_is_no_hindrance_on_fakes(start_api:
 
 @pytest.mark.mutation(
     "checkpoint-of-another-base-accepted",
-    "load_weights.py",
+    "check_base",
     "    if record.base_model not in base.names:\n",
     "    if False:\n",
 )

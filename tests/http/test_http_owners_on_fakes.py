@@ -207,21 +207,15 @@ async def seen(api: Api, key: str) -> list[Any]:
 
 @pytest.mark.mutation(
     "ids-of-others-in-paths",
-    "access.py",
+    "check_own_path",
     '    if not _open_to_all(request.scope["path"]):\n        await check_ids',
     "    if False:\n        await check_ids",
 )
 @pytest.mark.mutation(
     "ids-of-others-in-bodies",
-    "access.py",
+    "check_own_body",
     "    if caller_of(request).admin or isinstance(",
     "    if True or isinstance(",
-)
-@pytest.mark.mutation(
-    "checkpoints-of-others-answer-as-models",
-    "openai_routes.py",
-    'path is not None and await check_readable(request, "model", path, None) == "public"',
-    "False",
 )
 async def test_what_another_owner_has_does_not_exist_on_any_route_on_fakes(api: Api) -> None:
     alices, bobs = await world(api, ALICE), await world(api, BOB)
@@ -295,18 +289,6 @@ async def test_published_checkpoints_are_everybodys_to_load_and_their_owners_to_
             assert (await Call(method, route, ids, body).send(api, ALICE)).status_code == 204
 
 
-@pytest.mark.mutation(
-    "samplers-of-unpublished-checkpoints-go-on",
-    "control/sampling_sessions.py",
-    "session.record.read_as_public and not checkpoint.public",
-    "False",
-)
-@pytest.mark.mutation(
-    "open-samplers-do-not-hear-of-it",
-    "control/checkpoints.py",
-    "        self._sampling.checkpoint_changed(await DATABASE.run(self._store.set_public, record, public))\n",
-    "        await DATABASE.run(self._store.set_public, record, public)\n",
-)
 @pytest.mark.parametrize("old_data", [False, True])
 async def test_an_unpublished_checkpoint_is_sampled_by_its_owner_alone_on_fakes(
     start_api: StartApi, tmp_path: Path, old_data: bool

@@ -24,12 +24,6 @@ async def state(api: Api, request: str) -> tuple[str, str | None]:
     return found["queue_state"], found.get("queue_state_reason")
 
 
-@pytest.mark.mutation(
-    "queue-state-always-active",
-    "train_scheduler.py",
-    "        running = [other.session_id for other in self.running]\n",
-    "        running: list[str] = []\n",
-)
 async def test_training_that_waits_for_others_is_told_for_whom_on_fakes(api: Api) -> None:
     mine, first, second = [await api.model() for _ in range(3)]
     api.trainer.hold.clear()

@@ -56,12 +56,6 @@ def as_owner(api: Api, key: str) -> Api:
 # What the limits are --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.mutation(
-    "half-for-the-only-owner",
-    "quotas.py",
-    "return self._several and owner != ADMIN",
-    "return owner != ADMIN",
-)
 def test_one_owner_may_have_all_and_several_half_each_on_fakes() -> None:
     limits = Quotas(BackendOptions(max_adapters=5, max_adapter_bytes=100, max_queued_samples=10))
     limits.disk_bytes = 1000
@@ -73,12 +67,6 @@ def test_one_owner_may_have_all_and_several_half_each_on_fakes() -> None:
     assert (limits.of("alice"), limits.of("local"), limits.of("admin")) == (half, half, Amounts())
 
 
-@pytest.mark.mutation(
-    "owners-counted-once-for-all",
-    "callers.py",
-    "self._owners = Owners(",
-    "self._owners = vars(self).get('_owners') or Owners(",
-)
 def test_owners_are_counted_when_the_keys_change_and_not_for_each_request_on_fakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +83,6 @@ def test_owners_are_counted_when_the_keys_change_and_not_for_each_request_on_fak
     assert keys.owners().names == {"alice", "bob", "admin"}
 
 
-@pytest.mark.mutation("quota-of-an-owner-for-all", "quotas.py", "if given.owner == owner or (", "if True or (")
 def test_quotas_are_given_for_each_owner_and_for_one_by_name_on_fakes() -> None:
     given = quotas("alice:adapters=8,storage=none", "adapters=2,storage=1.5", "admin:samples=3", "bob:queued-memory=1")
     limits = Quotas(BackendOptions(quotas=given))
@@ -117,10 +104,6 @@ def test_a_quota_that_is_none_is_refused_on_fakes(text: str) -> None:
 # What happens beyond them ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.mutation(
-    "adapters-of-all-owners-alone", "training_runs.py", "            if len(live) >= most.adapters:\n",
-    "            if not whose and len(live) >= most.adapters:\n",
-)  # fmt: skip
 async def test_adapters_beyond_the_quota_are_refused_with_what_to_end_on_fakes(start: Any) -> None:
     api = await start("adapters=2", max_adapters=4)
     alice, bob = as_owner(api, ALICE), as_owner(api, BOB)
@@ -154,12 +137,6 @@ async def test_adapter_memory_has_a_quota_too_on_fakes(start: Any) -> None:
     await as_owner(api, BOB).model()
 
 
-@pytest.mark.mutation(
-    "queues-of-owners-not-bounded",
-    "run_queue.py",
-    "                [other for other in queues if other.owner == queue.owner],\n",
-    "                [],\n",
-)
 async def test_queued_training_beyond_the_quota_waits_and_other_owners_do_not_on_fakes(start: Any) -> None:
     api = await start("queued-requests=3")
     alice, bob = as_owner(api, ALICE), as_owner(api, BOB)
@@ -181,12 +158,6 @@ async def test_queued_training_beyond_the_quota_waits_and_other_owners_do_not_on
     await alice.result(await alice.gradient(second, 2))
 
 
-@pytest.mark.mutation(
-    "samples-of-owners-not-bounded",
-    "quotas.py",
-    "        self._by_owner[owner] += 1\n",
-    "",
-)
 async def test_samples_beyond_the_quota_wait_and_other_owners_do_not_on_fakes(start: Any) -> None:
     api = await start("samples=2")
     alice, bob = as_owner(api, ALICE), as_owner(api, BOB)
@@ -205,7 +176,6 @@ async def test_samples_beyond_the_quota_wait_and_other_owners_do_not_on_fakes(st
     await alice.result(await alice.sample(second, 1))
 
 
-@pytest.mark.mutation("bytes-of-samples-not-counted", "quotas.py", "        self._bytes_by_owner[owner] += size\n", "")
 async def test_samples_in_flight_are_bounded_in_bytes_too_on_fakes(start: Any) -> None:
     """10,000 requests of a session were allowed, whatever they held: an image may have 32 MiB."""
     api = await start(f"queued-memory={1000 / 2**30}")
@@ -229,7 +199,6 @@ async def test_samples_in_flight_are_bounded_in_bytes_too_on_fakes(start: Any) -
     await alice.result(await alice.sample(second, 1, prompt))
 
 
-@pytest.mark.mutation("answers-not-counted", "quotas.py", "cell_bytes * min(rows * k, MAX_CELLS)", "0")
 @pytest.mark.parametrize(("question", "size"), [("topk_prompt_logprobs", 8), ("prompt_alt_tokens_k", 12)])
 async def test_what_requests_for_samples_will_be_answered_counts_on_fakes(start: Any, question: str, size: int) -> None:
     """A few hundred bytes asked for answers of 400 MB, as often as samples may be in flight."""
@@ -244,7 +213,6 @@ async def test_what_requests_for_samples_will_be_answered_counts_on_fakes(start:
     await alice.result(request)
 
 
-@pytest.mark.mutation("connections-for-one-owner", "access.py", "            self._open[caller.owner] += 1\n", "")
 async def test_one_owner_does_not_have_all_connections_on_fakes(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 4)
     api = await start()
@@ -268,10 +236,6 @@ def bytes_of(api: Api, owner: str) -> int:
     return api.backend.store.quota.used().get(owner, 0)
 
 
-@pytest.mark.mutation(
-    "storage-quota-not-checked", "storage_quota.py", "            if refuse and used + size > most:\n",
-    "            if False:\n",
-)  # fmt: skip
 async def test_saves_beyond_the_storage_quota_fail_with_what_to_delete_and_training_goes_on_on_fakes(
     start: Any,
 ) -> None:
@@ -300,9 +264,6 @@ async def test_saves_beyond_the_storage_quota_fail_with_what_to_delete_and_train
     assert (await alice.result(await alice.step(model, 8)))["metrics"]["grad_norm"] > 0
 
 
-@pytest.mark.mutation(
-    "saves-at-once-share-the-room", "storage_quota.py", "            self._writing[owner] += size\n", ""
-)
 async def test_saves_at_once_do_not_exceed_the_quota_together_on_fakes(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,7 +298,6 @@ async def autosaved(owner: Api) -> str:
     return model
 
 
-@pytest.mark.mutation("autosaves-refused", "store.py", "refuse=not autosave)", "refuse=True)")
 async def test_an_autosave_counts_and_is_not_refused_on_fakes(start: Any) -> None:
     api = await start("alice:storage=0")
     alice = as_owner(api, ALICE)
@@ -349,12 +309,6 @@ async def test_an_autosave_counts_and_is_not_refused_on_fakes(start: Any) -> Non
     assert "storage: " in (await alice.post("copy_weights", copy)).json()["detail"]
 
 
-@pytest.mark.mutation(
-    "runs-beyond-the-storage-quota",
-    "control/training_runs.py",
-    "                await DATABASE.run(self._store.quota.check_new_run, owner)\n",
-    "",
-)
 async def test_an_owner_over_the_storage_quota_begins_no_new_run_on_fakes(start: Any) -> None:
     """Twelve runs of one step each once left 21 MB of autosaves, where 0.1 MB were allowed."""
     api = await start("alice:storage=0")
@@ -373,9 +327,6 @@ async def test_an_owner_over_the_storage_quota_begins_no_new_run_on_fakes(start:
 # What is seen of them -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.mutation(
-    "usage-of-others", "client_routes.py", "            if caller.admin or owner == caller.owner\n", ""
-)
 async def test_each_owner_sees_what_it_uses_and_may_use_and_an_admin_sees_all_on_fakes(start: Any) -> None:
     api = await start("alice:adapters=7,storage=1", "bob:samples=none", max_queued_samples=10)
     alice, bob, admin = (as_owner(api, key) for key in (ALICE, BOB, ADMIN))

@@ -67,12 +67,6 @@ async def logged(start_api: StartApi, tmp_path: Path, clock: Clock) -> AsyncIter
     await one.api.http.aclose()
 
 
-@pytest.mark.mutation(
-    "urls-in-the-access-log",
-    "request_logs.py",
-    '                "route": one.route,\n',
-    '                "route": one.scope["path"] + one.scope["query_string"].decode(),\n',
-)
 async def test_access_log_has_each_request_and_no_secret_on_fakes(logged: Logged) -> None:
     api, http = logged.api, logged.api.http
     model = await api.model()
@@ -113,7 +107,6 @@ async def test_access_log_has_each_request_and_no_secret_on_fakes(logged: Logged
         assert secret not in text
 
 
-@pytest.mark.mutation("audit-of-small-bodies-alone", "request_logs.py", "body = self.scope.get(BODY)", "body = None")
 async def test_audit_log_has_saves_whose_bodies_are_long_on_fakes(logged: Logged) -> None:
     """With 32 KiB of spaces after its body, a save once was in no log."""
     api = logged.api
@@ -127,13 +120,6 @@ async def test_audit_log_has_saves_whose_bodies_are_long_on_fakes(logged: Logged
     ]
 
 
-@pytest.mark.mutation("audit-without-the-end", "request_logs.py", "            operation.when_done(ended)\n", "")
-@pytest.mark.mutation(
-    "audit-twice",
-    "request_logs.py",
-    "        elif operation not in self._followed:",
-    "        else:",
-)
 async def test_audit_log_has_who_did_what_and_how_it_ended_on_fakes(logged: Logged) -> None:
     api, http = logged.api, logged.api.http
     session = await world(api, ALICE)  # with a save of each kind
@@ -175,9 +161,6 @@ async def test_audit_log_has_who_did_what_and_how_it_ended_on_fakes(logged: Logg
     assert all(line["request"] and line["time"].startswith("20") for line in found)
 
 
-@pytest.mark.mutation(
-    "audit-without-endpoints", "http/request_logs.py", "self._audit_model(one, named)\n\n", "pass\n\n"
-)
 async def test_audit_log_has_the_first_use_of_a_model_at_an_endpoint_and_those_refused_on_fakes(logged: Logged) -> None:
     body = {"model": "fake/bigram", "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
     for path in ("/v1/chat/completions", "/v1/messages", "/oai/api/v1/chat/completions"):
@@ -238,7 +221,6 @@ def numbers(path: Path) -> list[Any]:
     return [one.get("n", one.get("lost_lines")) for one in lines(path)]
 
 
-@pytest.mark.mutation("log-of-a-renamed-file", "log_files.py", "            self._follow()\n", "")
 def test_a_log_that_was_renamed_is_made_anew_on_fakes(tmp_path: Path) -> None:
     path = tmp_path / "log"
     log = LogFile(str(path))
@@ -251,9 +233,6 @@ def test_a_log_that_was_renamed_is_made_anew_on_fakes(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.mutation(
-    "full-disk-ends-the-log", "log_files.py", "            self._lose(len(lines))\n", "            raise\n"
-)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_loses_lines_counts_them_and_tears_none_on_fakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -36,21 +36,9 @@ def scores(sampler: Any) -> Any:
 
 @pytest.mark.mutation(
     "optimizer-not-saved",
-    "control/training_commands.py",
+    "Training.save_weights.run",
     "capture, model.model_id, optimizer=True)",
     "capture, model.model_id, optimizer=False)",
-)
-@pytest.mark.mutation(
-    "last-checkpoint-not-named",
-    "training_runs.py",
-    'saved = [c for c in checkpoints if c.kind == "weights"]',
-    "saved: list[CheckpointRecord] = []",
-)
-@pytest.mark.mutation(
-    "lost-samplers-of-named-versions",
-    "control/sampling_sessions.py",
-    "        if record.nameless:\n",
-    "        if True:\n",
 )
 def test_named_checkpoints_survive_kill_9_with_optimizer_state_on_fakes(serve: Any) -> None:
     server = serve(*MODEL)
@@ -103,18 +91,6 @@ def test_named_checkpoints_survive_kill_9_with_optimizer_state_on_fakes(serve: A
     }
 
 
-@pytest.mark.mutation(
-    "lost-session-is-404",
-    "sessions.py",
-    'raise GoneError(f"session_id: the session',
-    'raise NotFoundError(f"session_id: the session',
-)
-@pytest.mark.mutation(
-    "lost-model-is-500",
-    "training_runs.py",
-    "raise GoneError(str(lost)) if isinstance(lost, InternalError) else lost",
-    "raise lost",
-)
 def test_what_was_lost_in_a_restart_says_so_on_fakes(serve: Any) -> None:
     server = serve(*MODEL)
     session = post(server.url, "create_session", {}).json()["session_id"]

@@ -27,12 +27,6 @@ def body(sampler: str, cursor: int = 0, client: int = 0, **fields: Any) -> dict[
     return {"target": target, "prev_cursor": cursor, "retrieved_request_ids": [], **fields}
 
 
-@pytest.mark.mutation(
-    "completions-seen-once",
-    "sampling_clients.py",
-    "        return [completion for completion in self._unseen if completion.cursor > cursor]\n",
-    "        return [self._unseen.popleft() for _ in range(len(self._unseen))]\n",
-)
 async def test_poll_tells_what_ended_since_the_cursor_on_fakes(api: Api) -> None:
     sampler = await api.base_sampler()
     api.sampler.hold.clear()
@@ -63,7 +57,7 @@ async def test_poll_tells_what_ended_since_the_cursor_on_fakes(api: Api) -> None
 
 @pytest.mark.mutation(
     "copies-share-ids",
-    "sampling_clients.py",
+    "SamplingClients.join",
     "        self._joined += 1\n        while",
     "        self._joined = 1\n        while",
 )
@@ -258,18 +252,6 @@ def test_hundreds_of_samples_at_once_are_all_answered_either_way_on_fakes(
         bad.result(timeout=600)
 
 
-@pytest.mark.mutation(
-    "completions-without-bound",
-    "sampling_clients.py",
-    "        if len(self._unseen) > MOST_UNSEEN:\n",
-    "        if False:\n",
-)
-@pytest.mark.mutation(
-    "clients-without-bound",
-    "sampling_clients.py",
-    "        if len(self._logs) > MOST_LOGS:\n",
-    "        if False:\n",
-)
 async def test_completions_that_no_client_asks_for_are_bounded_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,9 +129,6 @@ def test_bad_arguments_are_raised_at_once_on_fakes(service: Any) -> None:
         sampler.sample(PROMPT, 1, tinker.SamplingParams(), topk_prompt_logprobs=3000).result(timeout=60)
 
 
-@pytest.mark.mutation(
-    "sampling-of-training-state-without-advice", "sampling_sessions.py", ".save_weights_for_sampler", ".save_state"
-)
 def test_refusal_to_sample_training_state_has_the_line_that_makes_a_sampler_version_of_it_on_fakes(
     service: tinker.ServiceClient,
 ) -> None:

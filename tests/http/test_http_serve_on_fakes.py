@@ -247,13 +247,6 @@ def test_port_in_use_is_refused_before_anything_is_loaded_on_fakes(tmp_path: Pat
     assert not (tmp_path / "data").exists()
 
 
-@pytest.mark.mutation(
-    "ready-before-it-is",
-    "access.py",
-    'if scope["type"] == "http" and not self._backend.ready and not _holds_nothing(scope["path"]):',
-    "if False:",
-)
-@pytest.mark.mutation("healthy-before-it-is", "client_routes.py", "    if not backend.ready:\n", "    if False:\n")
 def test_ready_is_said_when_it_is_and_health_is_503_before_on_fakes(slow: Any) -> None:
     server = slow(3)
     answer = server.first_answer()
@@ -293,9 +286,6 @@ def test_signal_while_models_load_stops_the_server_at_once_on_fakes(slow: Any, n
     assert "stopped while models were loading" in server.lines
 
 
-@pytest.mark.mutation(
-    "listens-to-everybody", "serve.py", '"--host", default="127.0.0.1"', '"--host", default="0.0.0.0"'
-)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_long_polls_and_cleans_up_on_fakes(
     scripted: Callable[[str], Scripted], number: signal.Signals
@@ -342,12 +332,6 @@ def test_signal_ends_long_polls_and_cleans_up_on_fakes(
 
 
 @pytest.mark.more
-@pytest.mark.mutation(
-    "hangup-kills",
-    "server.py",
-    "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):",
-    "for number in (signal.SIGINT, signal.SIGTERM):",
-)
 def test_a_terminal_that_is_closed_stops_the_server_once_and_saves_on_fakes(
     scripted: Callable[[str], Scripted],
 ) -> None:

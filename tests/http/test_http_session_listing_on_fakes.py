@@ -292,13 +292,6 @@ async def test_what_a_session_is_called_has_a_length_on_fakes(api: Api, field: s
         assert (answer.status_code, answer.json()["detail"]) == (400, words)
 
 
-@pytest.mark.mutation(
-    "listing-asks-once-for-each-run",
-    "checkpoint_routes.py",
-    "    last = await backend.checkpoints.last([record.training_run_id for record in records])\n",
-    "    last = {r.training_run_id: (await backend.checkpoints.last([r.training_run_id])).get(r.training_run_id, {})"
-    " for r in records}\n",
-)
 async def test_a_listing_of_many_runs_asks_the_database_as_often_as_one_of_few_on_fakes(api: Api) -> None:
     session = await api.session()
     for number in range(6):

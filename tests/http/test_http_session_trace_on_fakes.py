@@ -92,12 +92,6 @@ async def test_each_request_of_a_session_has_a_slice_with_its_stages_on_fakes(ap
     assert any("all 7 requests" in note for note in trace.notes)
 
 
-@pytest.mark.mutation(
-    "trace-without-the-time-of-preparation",
-    "operations.py",
-    "            self.enter(stage)\n",
-    '            self.enter("waiting")\n',
-)
 async def test_time_is_where_it_was_spent_on_fakes(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     session = await api.session()
     model, sampler = await api.model(session), await api.base_sampler(session)
@@ -234,9 +228,6 @@ async def test_trace_of_a_session_that_lost_its_place_to_others_is_of_what_it_di
     assert datetime.fromisoformat(f"{told}+00:00") >= began.replace(microsecond=0)
 
 
-@pytest.mark.mutation(
-    "trace-without-a-signature", "session_traces.py", "        self._signatures.check(token, KIND, session_id)\n", ""
-)
 async def test_url_needs_no_key_and_a_forged_or_expired_one_is_403_on_fakes(start_api: StartApi) -> None:
     late = timedelta()
     api = await start_api(api_keys=["tml-secret"], clock=lambda: now() + late)
@@ -332,12 +323,6 @@ async def test_build_that_fails_says_so_and_is_tried_again_on_fakes(api: Api, mo
     await url_of(api, session)
 
 
-@pytest.mark.mutation(
-    "traces-of-sessions-that-never-were",
-    "operations.py",
-    "        if operation.failures is not None:\n            self.recorder.record",
-    "        if True:\n            self.recorder.record",
-)
 async def test_requests_of_unknown_models_are_recorded_for_nobody_on_fakes(api: Api) -> None:
     session = await api.session()
     await api.failure(await api.step(f"{session}:train:9", 1))

@@ -23,12 +23,6 @@ def version_folders(api: Api) -> list[Path]:
     return list((api.backend.options.data_dir / "ephemeral").glob("*.link"))
 
 
-@pytest.mark.mutation(
-    "versions-outlive-their-session",
-    "control/sampling_sessions.py",
-    "for session in ending if session.ephemeral is not None)\n",
-    "for session in ending if session.ephemeral is None)\n",
-)
 async def test_finish_frees_adapters_and_nameless_versions_and_nobody_elses_on_fakes(api: Api) -> None:
     mine, other = await api.session(), await api.session()
     for session in (mine, other):
@@ -133,7 +127,6 @@ async def test_lost_heartbeats_end_the_session_and_kept_ones_do_not_on_fakes(
     await api.until(lambda: models[0] not in api.trainer.adapters)
 
 
-@pytest.mark.mutation("all-silent-sessions-at-once", "control/sessions.py", "in range(MOST_ENDING)", "in silent")
 async def test_thousands_of_silent_sessions_end_a_few_at_a_time_on_fakes(
     start_api: StartApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,10 +168,7 @@ def version_of(api: Api, sampler: str) -> EphemeralVersion:
 
 
 @pytest.mark.mutation(
-    "versions-without-bound", "ephemeral_versions.py", "while self._by_session[session_id] > most:", "while False:"
-)
-@pytest.mark.mutation(
-    "versions-dropped-under-samples", "ephemeral_versions.py", "if not each.samples and each", "if each"
+    "versions-dropped-under-samples", "EphemeralVersions._drop_one", "if not each.samples and each", "if each"
 )
 async def test_ephemeral_versions_beyond_the_limit_drop_the_least_recently_used_on_fakes(start_api: StartApi) -> None:
     """A thousand steps of a long run would fill the disk. What is being sampled from is never dropped."""
@@ -238,7 +228,6 @@ async def test_adapter_limit_is_told_with_the_numbers_and_lifted_by_finish_on_fa
     await api.model(other, 0)
 
 
-@pytest.mark.mutation("strict-hosted-ignored", "training_runs.py", "if options.strict_hosted:", "if False:")
 async def test_a_strict_server_refuses_what_the_hosted_service_does_on_fakes(start_api: StartApi) -> None:
     strict = await start_api(strict_hosted=True, train_vision=True)
     session = await strict.session()

@@ -10,7 +10,7 @@ from tests.http.conftest import Api
 
 @pytest.mark.mutation(
     "only-the-learning-rate-used",
-    "control/training_commands.py",
+    "Training.optim_step.run",
     "model.model_id, params)",
     "model.model_id, type(params)(learning_rate=params.learning_rate))",
 )
@@ -41,12 +41,6 @@ async def test_every_setting_of_each_optimizer_step_arrives_on_fakes(api: Api, m
     assert told[2].model_dump() == {**tinker.AdamParams().model_dump(), "learning_rate": 0.1}
 
 
-@pytest.mark.mutation(
-    "lora-settings-dropped-on-the-way",
-    "training_runs.py",
-    "call(create, model_id, config,",
-    "call(create, model_id, LoraConfig(rank=request.lora_config.rank),",
-)
 @pytest.mark.parametrize(
     "config",
     [

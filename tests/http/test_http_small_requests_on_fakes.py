@@ -25,12 +25,6 @@ def datum(columns: int, values: int = 1) -> Datum:
     return Datum(model_input=ModelInput.from_ints([5, 9]), loss_fn_inputs={"target_tokens": sparse(2, columns, values)})
 
 
-@pytest.mark.mutation(
-    "sparse-tensors-out-of-proportion",
-    "control/training_commands.py",
-    "    if cells > (limit := FREE_CELLS + CELLS_PER_VALUE * values):\n",
-    "    if cells > (limit := MAX_CELLS):\n",
-)
 async def test_sparse_tensors_may_have_256_cells_for_each_value_beyond_a_million_on_fakes(api: Api) -> None:
     """A request of 400 bytes could ask for a gigabyte, several of each run at once."""
     model = await api.model()

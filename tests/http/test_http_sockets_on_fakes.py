@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tinker_local.backend.http.listening import bind
 
 
@@ -35,7 +34,6 @@ def test_step_over_a_socket_takes_milliseconds_on_fakes(fake_server: Any) -> Non
     assert min(took) < 0.025
 
 
-@pytest.mark.mutation("nagle", "listening.py", "socket.SOCK_STREAM, socket.IPPROTO_TCP)", "socket.SOCK_STREAM)")
 async def test_connections_do_not_wait_for_nagle() -> None:
     """On some systems every answer would wait 40 ms for the client's delayed acknowledgement."""
     no_delay: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -51,9 +49,6 @@ async def test_connections_do_not_wait_for_nagle() -> None:
         writer.close()
 
 
-@pytest.mark.mutation(
-    "binds-to-everything", "listening.py", "listening.bind((host, port))", 'listening.bind(("0.0.0.0", port))'
-)
 def test_server_listens_to_this_machine_alone_unless_told_otherwise_on_fakes(fake_server: Any) -> None:
     assert fake_server.url.startswith("http://127.0.0.1:")
     port = int(fake_server.url.rpartition(":")[2])

@@ -85,7 +85,6 @@ def refused(client: Any, data: list[tinker.Datum], match: str) -> None:
     assert failed.value.category is tinker.types.RequestErrorCategory.User
 
 
-@pytest.mark.mutation("records-of-nothing", "stable_reinforce.py", "    recorded=SAMPLED,\n", "")
 def test_it_trains_on_what_was_recorded_and_says_that_the_definition_is_local_on_fakes(
     client: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -116,12 +115,6 @@ def test_logprobs_need_not_be_sent_and_forward_works_on_fakes(client: Any) -> No
     assert sent == recorded
 
 
-@pytest.mark.mutation("spans-not-compared", "recorded.py", "if differs.any():", "if False:")
-@pytest.mark.mutation("spans-out-of-bounds", "recorded.py", "if end > there:", "if False:")
-@pytest.mark.mutation(
-    "prompts-have-advantages", "recorded.py", "(advantages != 0) & (sampled == 0)", "advantages != advantages"
-)
-@pytest.mark.mutation("sent-logprobs-not-compared", "recorded.py", "if far.any():", "if False:")
 def test_data_that_do_not_fit_their_records_are_refused_with_the_numbers_on_fakes(client: Any) -> None:
     first, second = sample(client)
     tokens = first.tokens_np.tolist()
@@ -168,7 +161,7 @@ def test_data_that_do_not_fit_their_records_are_refused_with_the_numbers_on_fake
 
 @pytest.mark.mutation(
     "records-for-everybody",
-    "recorded_samples.py",
+    "RecordedSamples.find",
     "records = self._sessions.get(session_id)",
     "records = next(iter(self._sessions.values()), None)",
 )
@@ -180,7 +173,6 @@ def test_records_belong_to_the_session_that_sampled_on_fakes(server: Any, client
     client.forward([datum(sequence)], "stable_reinforce").result(timeout=60)
 
 
-@pytest.mark.mutation("strict-losses-ignored", "training_commands.py", "loss.own_definition and strict_losses", "False")
 def test_strict_losses_refuse_it_and_its_records_on_fakes(tmp_path: Path) -> None:
     server = serve(tmp_path, strict_losses=True)
     try:
@@ -222,12 +214,6 @@ def found() -> Callable[[RecordedSamples, str], bool]:
     return find
 
 
-@pytest.mark.mutation(
-    "use-does-not-renew-a-record",
-    "recorded_samples.py",
-    "        self._kept[sequence_id] = record, now\n        self._kept.move_to_end",
-    "        self._kept.move_to_end",
-)
 def test_a_record_lives_for_a_day_from_its_last_use(found: Any) -> None:
     clock = Clock()
     records = RecordedSamples(clock)
@@ -246,12 +232,6 @@ def test_a_record_lives_for_a_day_from_its_last_use(found: Any) -> None:
     assert one > 0
 
 
-@pytest.mark.mutation(
-    "records-without-bound", "recorded_samples.py", "while records.bytes > self._session_bytes:", "while False:"
-)
-@pytest.mark.mutation(
-    "all-records-without-bound", "recorded_samples.py", "while self.bytes > self._all_bytes:", "while False:"
-)
 def test_records_are_bounded_in_bytes_and_the_least_recently_used_go_first(found: Any) -> None:
     one = RecordedSamples()
     one.add("s", [drawn("a")], 3)
@@ -265,9 +245,6 @@ def test_records_are_bounded_in_bytes_and_the_least_recently_used_go_first(found
     assert records.bytes == 4 * size
 
 
-@pytest.mark.mutation(
-    "records-counted-twice", "recorded_samples.py", "            self.bytes -= _size(before[0])\n", "            pass\n"
-)
 def test_a_sequence_that_is_recorded_again_takes_the_place_of_the_first_on_fakes(found: Any) -> None:
     """As many bytes are counted as there are: otherwise every later sample of the session would fail."""
     one = RecordedSamples()

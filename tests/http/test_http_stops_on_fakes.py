@@ -125,27 +125,6 @@ async def test_a_stop_with_nothing_unsaved_waits_for_no_engine_on_fakes(
     assert "the server was stopped" in str(operation._future.exception())
 
 
-@pytest.mark.mutation(
-    "stop-waits-for-a-stopped-trainer",
-    "autosaves.py",
-    "asyncio.wait(tasks, timeout=seconds)",
-    "asyncio.wait(tasks, timeout=None)",
-    cases=("trainer stopped",),
-)
-@pytest.mark.mutation(
-    "stop-takes-longer-than-its-limit",
-    "life_cycle.py",
-    "        seconds = max(seconds - END_SECONDS, seconds / 2)\n",
-    "",
-    cases=("trainer stopped",),
-)
-@pytest.mark.mutation(
-    "unsaved-since-nothing",
-    "training_runs.py",
-    'else f"{what} since {self.source.tinker_path}"',
-    "else what",
-    cases=("trainer stopped",),
-)
 @pytest.mark.more
 @pytest.mark.parametrize("state", ["trainer stopped", "both stopped"])
 async def test_a_stop_names_what_a_stopped_trainer_keeps_and_ends_on_fakes(
@@ -193,34 +172,6 @@ async def test_a_stop_saves_whatever_the_sampler_does_on_fakes(
     assert_gone(pids)
 
 
-@pytest.mark.mutation(
-    "stop-waits-for-a-sampler-that-hangs",
-    "life_cycle.py",
-    "            model.give_up_sampler(min(SAMPLER_SECONDS, seconds / 3))\n",
-    "            pass\n",
-)
-@pytest.mark.mutation(
-    "samples-hold-the-memory-for-ever",
-    "memory_sharing.py",
-    "await self._of_sampler(self._unused.wait())",
-    "await self._unused.wait()",
-    cases=("samples",),
-)
-@pytest.mark.mutation(
-    "sampler-falls-asleep-for-ever",
-    "memory_sharing.py",
-    "await self._of_sampler(_to_its_end(sampler.sleep()))",
-    "await sampler.sleep()",
-    cases=("falls asleep",),
-)
-@pytest.mark.mutation(
-    "sampler-wakes-for-ever",
-    "memory_sharing.py",
-    "            with suppress(ProcessEndedError):  # the next one starts awake\n"
-    "                await self._of_sampler(self._sampler.wake())\n",
-    "            await self._sampler.wake()\n",
-    cases=("wakes",),
-)
 @pytest.mark.parametrize("state", ["samples", "falls asleep", "wakes"])
 async def test_a_stop_saves_although_the_trainer_waits_for_a_sampler_that_hangs_on_fakes(
     start_api: StartApi, state: str, monkeypatch: pytest.MonkeyPatch
@@ -266,9 +217,6 @@ async def test_a_stop_saves_although_the_trainer_waits_for_a_sampler_that_hangs_
         api.sampler.hold.set()
 
 
-@pytest.mark.mutation(
-    "stop-leaves-the-sampler-its-memory", "memory_sharing.py", "            await self._end_sampler()\n", ""
-)
 async def test_a_stop_ends_the_process_of_a_sampler_whose_memory_the_trainer_waits_for_on_fakes(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,12 +238,6 @@ async def test_a_stop_ends_the_process_of_a_sampler_whose_memory_the_trainer_wai
     assert "the sampler did not make room for the trainer in time" in await api.failure(waiting)
 
 
-@pytest.mark.mutation(
-    "saves-wait-for-another-trainer",
-    "autosaves.py",
-    "self._rooms[run.base], run.autosaving",
-    "self._rooms[type(run.base)], run.autosaving",
-)
 async def test_a_trainer_that_hangs_keeps_no_other_base_model_from_saving_on_fakes(
     start_api: StartApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,12 +261,6 @@ async def test_a_trainer_that_hangs_keeps_no_other_base_model_from_saving_on_fak
     assert [line.split()[:2] for line in said[2:]] == [["NOT", "saved:"]] * len(hanging)
 
 
-@pytest.mark.mutation(
-    "base-models-stop-one-after-the-other",
-    "served_models.py",
-    "        await asyncio.gather(*(model.close() for model in self.distinct()))\n",
-    "        for model in self.distinct():\n            await model.close()\n",
-)
 async def test_base_models_stop_at_once_on_fakes() -> None:
     """Each may have engines that hang."""
     all_stop = asyncio.Barrier(3)

@@ -65,12 +65,6 @@ def in_processes(
     server.close()
 
 
-@pytest.mark.mutation(
-    "tokens-of-processes-not-told",
-    "process_sampler.py",
-    "            elif work.drawn is not None:\n",
-    "            elif False:\n",
-)
 def test_samplers_in_processes_stream_as_one_in_the_server_does_on_fakes(
     in_processes: tuple[InProcessBackend, LoopbackServer],
 ) -> None:
@@ -101,9 +95,6 @@ class EndingSampler(FakeSampler):
         return await super().sample(work)
 
 
-@pytest.mark.mutation(
-    "streams-begin-again", "memory_sharing.py", "        self.drawn = True\n", "        self.drawn = False\n"
-)
 async def test_a_stream_whose_sampler_ends_after_its_first_tokens_fails_and_never_begins_again_on_fakes() -> None:
     model = FakeModel(MODEL)
     sampler, trainer = EndingSampler(model), FakeTrainer(model)
@@ -120,12 +111,6 @@ async def test_a_stream_whose_sampler_ends_after_its_first_tokens_fails_and_neve
     trainer.close()
 
 
-@pytest.mark.mutation(
-    "unread-streams-go-on",
-    "event_stream.py",
-    "            pass\n        finally:\n            self._close()\n",
-    "            pass\n",
-)
 def test_a_stream_that_its_client_does_not_read_is_ended_on_fakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,12 +153,6 @@ HUGE: Any = {"n": 200, "max_tokens": 100, "logprobs": 20, "seed": 1}
 """Megabytes, of which the system keeps a part."""
 
 
-@pytest.mark.mutation(
-    "unread-streams-without-bound",
-    "completions.py",
-    "            if self._bytes > MOST_WAITING or",
-    "            if",
-)
 def test_a_stream_that_waits_for_its_client_beyond_the_bound_ends_with_an_error_on_fakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,12 +175,6 @@ def test_a_stream_that_waits_for_its_client_beyond_the_bound_ends_with_an_error_
     server.close()
 
 
-@pytest.mark.mutation(
-    "unread-answers-are-not-in-flight",
-    "sampling_sessions.py",
-    "        session.running[operation] = None if besides.uncount is not None else uncount\n",
-    "        session.running[operation] = uncount\n",
-)
 @pytest.mark.parametrize("streamed", [True, False])
 def test_an_answer_counts_for_its_owner_until_its_client_has_read_it_on_fakes(tmp_path: Path, streamed: bool) -> None:
     backend, server = start(tmp_path / "data")
@@ -221,12 +194,6 @@ def test_an_answer_counts_for_its_owner_until_its_client_has_read_it_on_fakes(tm
     server.close()
 
 
-@pytest.mark.mutation(
-    "unread-streams-of-all-without-bound",
-    "completions.py",
-    "or self._unread.bytes.over(self._owner):",
-    "or False:",
-)
 async def test_unread_streams_of_an_owner_leave_room_for_those_of_others_on_fakes(
     start_api: StartApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,12 +216,6 @@ async def test_unread_streams_of_an_owner_leave_room_for_those_of_others_on_fake
     assert unread.bytes.total == 0
 
 
-@pytest.mark.mutation(
-    "waiting-logprobs-as-doubles",
-    "completions.py",
-    'self._ids, self._values = array("i"), array("f")',
-    'self._ids, self._values = array("q"), array("d")',
-)
 def test_tokens_wait_as_arrays_and_come_back_one_by_one_on_fakes() -> None:
     waiting = completions.WaitingTokens(3)
     rng = np.random.default_rng(0)

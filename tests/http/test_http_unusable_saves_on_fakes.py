@@ -16,12 +16,6 @@ async def gradient_and_step(api: Api, model: str, seq_id: int, **adam: float) ->
     return await api.step(model, seq_id + 1, **adam)
 
 
-@pytest.mark.mutation(
-    "refused-step-keeps-its-loss",
-    "control/training_commands.py",
-    "                model.queue.forget_gradient()\n                raise\n",
-    "                raise\n",
-)
 async def test_a_step_that_would_leave_what_is_not_finite_is_refused_on_fakes(api: Api) -> None:
     """The first gradient of A is 0: without eps, 0 / 0."""
     model = await api.model()

@@ -47,13 +47,6 @@ def file(tmp_path: Path) -> File:
     return File(tmp_path)
 
 
-@pytest.mark.mutation(
-    "emptied-key-file-changes-nothing",
-    "callers.py",
-    "        self._read = content\n",
-    "        if not found.callers:\n            return\n        self._read = content\n",
-    cases=("",),
-)
 @pytest.mark.parametrize("text", ["", "\n", "# alice left\n"])
 def test_an_empty_key_file_lets_in_no_key_on_fakes(file: File, text: str, caplog: pytest.LogCaptureFixture) -> None:
     file.path.write_text(text)
@@ -69,12 +62,6 @@ def test_an_empty_key_file_lets_in_no_key_on_fakes(file: File, text: str, caplog
     assert file.right() == {"bob"}
 
 
-@pytest.mark.mutation(
-    "one-wrong-line-keeps-revoked-keys",
-    "callers.py",
-    "        self._read = content\n",
-    "        if found.wrong:\n            return\n        self._read = content\n",
-)
 def test_a_wrong_line_is_left_out_and_the_others_count_on_fakes(file: File, caplog: pytest.LogCaptureFixture) -> None:
     shared = file.reader.owners()
     assert shared.shares("bob")
@@ -102,12 +89,6 @@ def test_many_wrong_lines_are_told_in_few_on_fakes(file: File, caplog: pytest.Lo
     assert "997 more lines" in caplog.text
 
 
-@pytest.mark.mutation(
-    "half-written-key-file-locks-out",
-    "callers.py",
-    "        if not settled and (found.wrong or not found.callers):\n            return\n",
-    "",
-)
 def test_a_file_that_is_being_written_locks_no_one_out_on_fakes(file: File) -> None:
     whole = f"alice {ALICE}\nbob {BOB}\n"
     for part in ("", whole[:10], f"alice {ALICE}\nbo", whole):
@@ -116,12 +97,6 @@ def test_a_file_that_is_being_written_locks_no_one_out_on_fakes(file: File) -> N
         assert file.right() == {"alice", "bob"}
 
 
-@pytest.mark.mutation(
-    "missing-key-file-changes-nothing",
-    "callers.py",
-    "return self._callers if self.problem is None else {}",
-    "return self._callers",
-)
 def test_a_missing_key_file_lets_in_no_key_after_a_second_and_says_so_on_fakes(
     file: File, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -103,14 +103,8 @@ def test_chat_is_what_the_sdk_samples_with_equal_logprobs_on_fakes(
 
 
 @pytest.mark.mutation(
-    "top-logprobs-dropped-from-streams",
-    "fake_sampler.py",
-    "        rows = self.likeliest[-1:]\n",
-    "        rows = []\n",
-)
-@pytest.mark.mutation(
     "stream-without-its-last-tokens",
-    "completions.py",
+    "Answer.drawings",
     "            ended = all(operation.done for operation in self.operations)\n",
     "            ended = True\n",
 )
@@ -188,12 +182,6 @@ def test_images_are_read_on_fakes(client: openai.OpenAI) -> None:
     assert red.choices[0].message.content != blue.choices[0].message.content
 
 
-@pytest.mark.mutation(
-    "stop-texts-shown-in-streams",
-    "rendering/text.py",
-    "        kept = 0 if last else max(",
-    "        kept = 0 if True else max(",
-)
 def test_stop_texts_are_cut_off_wherever_tokens_end_on_fakes(client: openai.OpenAI) -> None:
     asked: Any = {"model": MODEL, "messages": HI, "seed": 4, "max_tokens": 30}
     text = client.chat.completions.create(**asked).choices[0].message.content or ""
@@ -240,12 +228,6 @@ def test_checkpoints_answer_under_their_paths_and_are_listed_on_fakes(
         assert refused.value.param == "model", refused.value.message
 
 
-@pytest.mark.mutation(
-    "unsupported-fields-of-openai-ignored",
-    "endpoint_fields.py",
-    "        if value is not None and value not in without_effect:\n",
-    "        if False:\n",
-)
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -344,12 +326,6 @@ def samples_kept(backend: InProcessBackend) -> int:
     return sum(request_id.startswith(f"{own.session_id}:") for request_id in list(backend.operations._by_id))
 
 
-@pytest.mark.mutation(
-    "client-that-left-is-served-on",
-    "completions.py",
-    "            if not operation.done:\n",
-    "            if False:\n",
-)
 def test_tokens_come_as_they_are_drawn_and_a_client_that_leaves_frees_its_place_on_fakes(
     client: openai.OpenAI, backend: InProcessBackend, eventually: Callable[..., None]
 ) -> None:
@@ -382,12 +358,6 @@ def test_a_client_that_gives_up_frees_its_place_on_fakes(
         held.hold.set()
 
 
-@pytest.mark.mutation(
-    "results-of-endpoints-kept",
-    "completions.py",
-    "            self._all.forget(operation.request_id)\n",
-    "            pass\n",
-)
 def test_results_of_endpoints_are_not_kept_on_fakes(
     client: openai.OpenAI, backend: InProcessBackend, eventually: Callable[..., None]
 ) -> None:

@@ -25,12 +25,6 @@ def shown(server: LoopbackServer, model: str) -> Any:
     return answer.raise_for_status().json().get("prompt_layout")
 
 
-@pytest.mark.mutation(
-    "layout-of-the-run-not-told",
-    "control/training_runs.py",
-    "of_run = {} if run is None else",
-    "of_run = {} if True else",
-)
 def test_a_checkpoint_has_the_layout_of_its_run_or_its_own_on_fakes(
     loopback_server: LoopbackServer, service: client.ServiceClient
 ) -> None:
@@ -45,15 +39,6 @@ def test_a_checkpoint_has_the_layout_of_its_run_or_its_own_on_fakes(
     assert shown(loopback_server, BASE) is None
 
 
-@pytest.mark.mutation(
-    "layout-lost-on-resume",
-    "control/load_weights.py",
-    "{**layout.as_metadata(), **(request.user_metadata or {})}",
-    "request.user_metadata",
-)
-@pytest.mark.mutation(
-    "layout-lost-in-copies", "control/checkpoints.py", "user_metadata=layout.as_metadata(),", "user_metadata={},"
-)
 def test_a_run_that_goes_on_and_a_copy_keep_the_layout_on_fakes(
     loopback_server: LoopbackServer, service: client.ServiceClient
 ) -> None:

@@ -39,9 +39,6 @@ def bad_values(option: click.Parameter) -> dict[str, str]:
 TAKES_A_VALUE = [option for option in serve_command.params if isinstance(option, click.Option) and not option.is_flag]
 
 
-@pytest.mark.mutation(
-    "options-are-not-finite", "cli/backend_options.py", "number <= (largest if most is None else most)", "True"
-)
 @pytest.mark.parametrize("option", TAKES_A_VALUE, ids=lambda option: option.opts[0])
 def test_a_bad_value_of_any_option_is_refused_in_plain_words_on_fakes(
     option: click.Option, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -62,12 +59,6 @@ def test_a_bad_value_of_any_option_is_refused_in_plain_words_on_fakes(
         assert ("must be" in line) == line.endswith(f"not {value}.")
 
 
-@pytest.mark.mutation(
-    "variables-named-after-fields",
-    "cli/backend_options.py",
-    'max(self.opts, key=len).lstrip("-").replace',
-    "str(self.name).replace",
-)
 @pytest.mark.parametrize("option", TAKES_A_VALUE, ids=lambda option: option.opts[0])
 def test_an_option_has_the_name_of_its_flag_in_the_environment_on_fakes(
     option: click.Option, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -30,9 +30,6 @@ class Colour(pydantic.BaseModel):
     count: int
 
 
-@pytest.mark.mutation(
-    "grammar-lost-on-the-way", "control/sampling_sessions.py", "            grammar=besides.grammar,\n", ""
-)
 def test_answers_are_of_the_schema_whole_and_streamed_on_fakes(client: openai.OpenAI) -> None:
     found = set()
     for seed in range(6):
@@ -108,7 +105,6 @@ def test_what_is_no_grammar_is_refused_by_its_name_streamed_or_not_on_fakes(
             client.chat.completions.create(model=BASE, messages=HI, stream=stream, extra_body=given)
 
 
-@pytest.mark.mutation("deep-schemas-pass", "rendering/grammar.py", "range(MAX_NESTING + 1)", "range(9 * MAX_NESTING)")
 def test_a_deeply_nested_schema_is_refused_with_its_field_on_fakes(client: openai.OpenAI) -> None:
     schema: Any = {"type": "integer"}
     for _ in range(80):

@@ -32,12 +32,6 @@ def calls(choice: Any) -> list[tuple[str, dict[str, Any]]]:
     return [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls or ()]
 
 
-@pytest.mark.mutation(
-    "tools-without-their-grammar",
-    "http/openai_routes.py",
-    "grammar=body.grammar() if form is None else form.grammar",
-    "grammar=body.grammar()",
-)
 def test_tools_are_called_as_tool_choice_says_on_fakes(client: openai.OpenAI) -> None:
     auto = [asked(client, seed).choices[0] for seed in range(12)]
     assert {choice.finish_reason for choice in auto} == {"tool_calls", "stop"}
@@ -135,9 +129,6 @@ def test_tools_that_cannot_be_served_are_refused_by_name_on_fakes(
         asked(client, **given)
 
 
-@pytest.mark.mutation(
-    "calls-not-counted-as-the-end", "anthropic_routes.py", '"tool_use" if reply.called else "end_turn"', '"end_turn"'
-)
 def test_anthropics_client_calls_tools_whole_and_streamed_over_turns_on_fakes(claude: anthropic.Anthropic) -> None:
     given: Any = {"model": BASE, "messages": HI, "max_tokens": 200, "tools": CLIENT_TOOLS}
     chosen: Any = {"type": "any", "disable_parallel_tool_use": True}

@@ -51,9 +51,6 @@ def test_a_growing_log_is_read_in_pieces_of_whole_lines_on_fakes(tmp_path: Path)
     assert second.next == path.stat().st_size
 
 
-@pytest.mark.mutation(
-    "log-written-anew-reads-on", "watched_logs.py", "after if file == now and after <= state.st_size else 0", "after"
-)
 def test_a_log_that_was_cut_or_replaced_is_read_from_its_beginning_on_fakes(tmp_path: Path) -> None:
     path = write(tmp_path, *({"step": step, "loss": 1.0} for step in range(5)))
     logs = WatchedLogs(tmp_path)
@@ -114,9 +111,6 @@ def test_lines_files_and_answers_are_bounded_on_fakes(tmp_path: Path, monkeypatc
     assert len(wide["metrics"]) == watched_logs.MOST_METRICS
 
 
-@pytest.mark.mutation(
-    "links-out-of-the-logs", "watched_logs.py", "os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK", "os.O_RDONLY"
-)
 def test_links_pipes_and_folders_of_that_name_are_no_logs_on_fakes(tmp_path: Path) -> None:
     secret = write(tmp_path / "outside", {"secret": 1})
     folder = tmp_path / "logs"
@@ -198,9 +192,6 @@ async def test_logs_are_listed_and_read_over_http_on_fakes(start_api: StartApi, 
         assert (await api.get(f"logs/{missing}/curve")).status_code == 404
 
 
-@pytest.mark.mutation(
-    "everybodys-logs", "progress_routes.py", "owner is None or owner != caller_of(request).owner", "False"
-)
 async def test_an_owner_sees_the_logs_of_its_own_runs_alone_on_fakes(start_api: StartApi, tmp_path: Path) -> None:
     keys = key_file(tmp_path, f"alice {ALICE}\nbob {BOB}\nadmin {ADMIN}\n")
     api = await start_api(api_keys=keys, watch_logs=tmp_path / "logs")

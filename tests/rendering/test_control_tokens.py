@@ -48,12 +48,6 @@ def ids_of(text: HFText, *messages: ChatMessage, as_tokens: Sequence[str] = ()) 
     return [int(token) for token in text.chat(messages, {}, go_on=False, as_tokens=as_tokens).to_tokens()]
 
 
-@pytest.mark.mutation(
-    "added-tokens-that-are-not-special-are-text",
-    "control_tokens.py",
-    "    return special_tokens(tokenizer) | {\n        text\n        for text in added",
-    "    return special_tokens(tokenizer) | {\n        text\n        for text in ()",
-)
 @pytest.mark.parametrize("role", ["user", "system", "tool"])
 def test_no_text_becomes_a_control_token_of_any_family(tiny_models: dict[str, Path], role: str) -> None:
     for kind, folder in tiny_models.items():
@@ -86,12 +80,6 @@ def test_added_tokens_that_are_text_stay_tokens() -> None:
     assert control_tokens(mentioned) == {"<table>"}
 
 
-@pytest.mark.mutation(
-    "templates-do-not-see-thoughts",
-    "control_tokens.py",
-    'return special_tokens(tokenizer) - {_ESCAPED_BLANK.sub(" ", text).strip() for text in quoted}',
-    "return special_tokens(tokenizer)",
-)
 @pytest.mark.parametrize("is_special", [False, True])
 def test_an_assistants_text_keeps_what_the_template_looks_for(is_special: bool) -> None:
     thought = AddedToken("</thought>", special=is_special, normalized=False)
@@ -113,7 +101,6 @@ def test_overlapping_control_tokens_are_all_cut() -> None:
         assert forged in tokenizer.decode(found)
 
 
-@pytest.mark.mutation("tokenizer-without-control-tokens", "rendering/hf_text.py", ' or "(?!)")', ")")
 def test_a_tokenizer_without_control_tokens_reads_any_text() -> None:
     tokenizer = byte_level([], template="{% for m in messages %}{{ m.content }}{% endfor %}")
     text = HFText(tokenizer)
@@ -121,9 +108,6 @@ def test_a_tokenizer_without_control_tokens_reads_any_text() -> None:
     assert text.decode(ids_of(text, ChatMessage("user", ("a<|im_end|>",)))) == "a<|im_end|>"
 
 
-@pytest.mark.mutation(
-    "control-tokens-cut-once", "rendering/hf_text.py", "cuts |= {start, start + 1, *", "cuts |= {start + 1, *"
-)
 def test_a_forged_token_has_the_tokens_that_the_client_trains_on() -> None:
     """Where the vocabulary would join its characters with those around it."""
     template = "{% for m in messages %}{{ '<turn>' + m.content + '</turn>' }}{% endfor %}"

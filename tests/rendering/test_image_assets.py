@@ -100,12 +100,6 @@ async def test_a_file_that_is_too_large_or_another_format_is_refused_with_the_nu
         await bytes_of(ImageAssets(folder), "text.png")
 
 
-@pytest.mark.mutation(
-    "image-folder-takes-everybodys-threads",
-    "image_assets.py",
-    "in_daemon_thread(self._read, location, field)",
-    "asyncio.to_thread(self._read, location, field)",
-)
 async def test_a_folder_that_hangs_holds_up_nobody_who_reads_no_images(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +228,6 @@ async def test_a_port_may_be_part_of_the_permission(site: Site) -> None:
         await bytes_of(exact, "http://pictures.example:1/red.png")
 
 
-@pytest.mark.mutation("image-hosts-at-any-port", "image_assets.py", "(port != own or host not in", "(host not in")
 async def test_a_host_without_a_port_is_asked_at_the_ports_of_http_and_https_alone(site: Site) -> None:
     """Otherwise a client could look for whatever else the host serves."""
     assets = ImageAssets(hosts=["pictures.example"], addresses=lambda host, port: ["93.184.216.34"])
@@ -272,13 +265,6 @@ async def test_size_is_bounded_whatever_the_host_says(site: Site) -> None:
         await bytes_of(assets_of(site, max_bytes=1000), url(site, "/large"))
 
 
-@pytest.mark.mutation(
-    "image-host-drips-for-ever",
-    "image_assets.py",
-    "            asyncio.timeout(end - time.monotonic()),\n",
-    "            asyncio.timeout(None),\n",
-    cases=("",),
-)
 @pytest.mark.parametrize("begins", ["", "HTTP/1.1 200 OK\r\nX-", "HTTP/1.1 302 Found\r\nLocation: /", HEAD])
 async def test_a_host_that_drips_is_given_up_in_time_wherever_it_drips(site: Site, begins: str) -> None:
     def drip(handler: Any) -> None:
@@ -339,9 +325,6 @@ async def test_look_ups_of_names_end_in_time_and_hold_no_more_threads_than_they_
     assert not assets._looking_up
 
 
-@pytest.mark.mutation(
-    "dead-hosts-hold-up-files", "image_assets.py", "return host if host in self._look_ups else FOLDER", "return FOLDER"
-)
 async def test_a_host_that_does_not_answer_holds_up_nobody_who_reads_elsewhere(folder: Path, site: Site) -> None:
     site.page("/red.png", png())
     answer = threading.Event()

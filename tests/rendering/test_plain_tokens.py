@@ -3,12 +3,10 @@
 from typing import Any
 
 import numpy as np
-import pytest
 from tinker_local.backend.vllm_engine.engine_inputs import engine_prompt
 from tinker_local.types import EncodedTextChunk, ModelInput
 
 
-@pytest.mark.mutation("text-is-no-plain-list", "engine_inputs.py", "    if not prompt.images:\n", "    if False:\n")
 def test_text_in_any_number_of_chunks_is_vllms_plain_token_input(text_renderer: Any) -> None:
     from vllm.inputs import tokens_input
 

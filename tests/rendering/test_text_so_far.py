@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinker_local.backend.rendering import text as module
@@ -27,9 +26,6 @@ def pieces(decode: Any, tokens: Sequence[int], stops: Sequence[str] = ()) -> lis
     return [so_far.add((token,), last=at == len(tokens) - 1) for at, token in enumerate(tokens)]
 
 
-@pytest.mark.mutation(
-    "bytes-shown-as-they-come", "rendering/text.py", 'text.endswith("\\ufffd") or len(text)', "len(text)"
-)
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.sampled_from([*"ab 你é😀".encode(), 0xFF, 0xC3, 0xE4]) | st.integers(0, 255), min_size=1, max_size=60)
@@ -49,12 +45,6 @@ def test_text_ends_before_the_first_stop_and_never_shows_a_part_of_it(text: str,
     assert "".join(pieces(as_bytes, list(text.encode()), stops)) == expected
 
 
-@pytest.mark.mutation(
-    "bytes-without-end-decoded-again",
-    "rendering/text.py",
-    "            if end - self._read <= MOST_UNREAD:\n",
-    "            if True:\n",
-)
 def test_bytes_that_never_become_text_are_not_decoded_again_and_again() -> None:
     longest = 0
 

@@ -42,12 +42,6 @@ def streamed(text: HFText, pieces: Sequence[Sequence[int]]) -> str:
     return "".join(so_far.add(piece, last=at == len(pieces) - 1) for at, piece in enumerate(pieces))
 
 
-@pytest.mark.mutation(
-    "bytes-of-parts-of-characters-unknown",
-    "rendering/hf_text.py",
-    "        if all(letter in _BYTES_OF_LETTERS for letter in written):\n",
-    "        if False:\n",
-)
 @pytest.mark.parametrize(
     ("text", "written"),
     [(byte_level(), SAID), (byte_fallback(), SAID.replace("▁", " "))],
@@ -66,12 +60,6 @@ def test_every_byte_has_its_token() -> None:
         assert found >= {bytes([byte]) for byte in range(256)}
 
 
-@pytest.mark.mutation(
-    "tokens-without-the-blank-before-them",
-    "rendering/hf_text.py",
-    "return self._decoded([*self._before, token], special=True)[len(self._text_before) :]",
-    "return self._decoded([token], special=True)",
-)
 def test_tokens_keep_the_blank_that_a_decoder_drops_at_the_beginning() -> None:
     text = byte_fallback(strip=True)
     tokens = text.prompt("a b é").to_tokens().tolist()
@@ -79,12 +67,6 @@ def test_tokens_keep_the_blank_that_a_decoder_drops_at_the_beginning() -> None:
     assert b"".join(map(text.token_bytes, tokens)) == text.decode(tokens).encode()
 
 
-@pytest.mark.mutation(
-    "a-byte-takes-the-characters-before-it-back",
-    "rendering/hf_text.py",
-    "            return self._decoded_bytes(tokens, special=special)\n",
-    "            pass\n",
-)
 @given(st.lists(st.sampled_from([*"aé好你😀".encode(), 0xFF, 0xC3]) | st.integers(0, 255), max_size=40), st.data())
 def test_bytes_that_follow_a_character_do_not_take_it_back(said: list[int], data: st.DataObject) -> None:
     text = byte_fallback()
@@ -113,12 +95,6 @@ def logprobs_of(text: HFText, tokens: Sequence[int], *, chat: bool) -> Any:
     return Choice(asked, text, 0).add(drawn, whole=True)[1]
 
 
-@pytest.mark.mutation(
-    "offsets-count-parts-of-characters",
-    "http/openai_answers.py",
-    "        self._offset += len(self._utf8.decode(parts))\n",
-    '        self._offset += len(parts.decode(errors="replace"))\n',
-)
 def test_parts_of_characters_are_told_apart_in_logprobs() -> None:
     text = byte_level()
     tokens = text.prompt("a你é").to_tokens().tolist()

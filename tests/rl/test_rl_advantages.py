@@ -90,7 +90,7 @@ def output(*logprobs: list[float]) -> tinker.ForwardBackwardOutput:
 
 @pytest.mark.mutation(
     "kl-of-all-positions",
-    "measures.py",
+    "measures._sampled",
     "        if isinstance(span, tinker.SampledProvenanceSpan):\n",
     "        if True:\n",
 )

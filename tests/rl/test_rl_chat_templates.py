@@ -31,12 +31,6 @@ def says(*contents: str) -> list[dict[str, Any]]:
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
-@pytest.mark.mutation(
-    "rewritten-context-taken-for-continued",
-    "conversation.py",
-    "self.continues = bool(found) and _continues(before, self._text, written)",
-    "self.continues = bool(found)",
-)
 def test_thoughts_are_dropped_before_a_new_query_and_each_turn_is_a_datum(
     make_chat: Callable[..., rl.Chat],
     spell: Callable[..., list[Any]],
@@ -205,12 +199,6 @@ def test_marks_of_thoughts_in_an_observation_drop_nothing(
     assert chat.decode(first.tokens).count(text) == chat.decode(second.tokens).count(text) == 1
 
 
-@pytest.mark.mutation(
-    "lost-reply-unnoticed",
-    "conversation.py",
-    '            _check_shown(before if found else "", chat.prefill + written)\n',
-    "",
-)
 @pytest.mark.parametrize(
     ("template", "reply"),
     [

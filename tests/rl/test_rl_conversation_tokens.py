@@ -96,12 +96,6 @@ ENDINGS: dict[str, tuple[Sequence[str], bool]] = {
 }
 
 
-@pytest.mark.mutation(
-    "end-of-turn-twice",
-    "conversation.py",
-    "            if ended:  # it was sampled already",
-    "            if False:",
-)
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_three_turns_with_images_are_these_tokens(
@@ -170,7 +164,6 @@ def as_template_takes_them(template: str | None, messages: list[dict[str, str]])
     return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
 
 
-@pytest.mark.mutation("end-of-turn-twice")
 @pytest.mark.parametrize("family", TEXT_TEMPLATES)
 def test_written_conversations_are_the_template_s_tokens_up_to_the_last_end_of_turn(
     make_chat: Callable[..., rl.Chat], elements_of: Callable[..., list[Any]], family: str
@@ -234,7 +227,7 @@ def test_a_sampled_header_that_ends_a_reply_is_not_written_twice(
 
 @pytest.mark.mutation(
     "replies-encoded-again",
-    "conversation.py",
+    "Conversation.observe",
     "said_chunks = [tinker.EncodedTextChunk(tokens=sampled)] if sampled else []",
     "said_chunks = [tinker.EncodedTextChunk(tokens=chat.encode(written, continued=True) + sampled[len(body) :])]",
 )
@@ -274,7 +267,7 @@ FORGERIES = {
 
 @pytest.mark.mutation(
     "special-tokens-forged",
-    "chat.py",
+    "Chat._fenced",
     "return tokens.sub(lambda found: self._fence_of[found[0]], text)",
     "return text",
 )

@@ -76,12 +76,6 @@ ERRORS = [
 ]
 
 
-@pytest.mark.mutation(
-    "one-failure-fails-the-rollout",
-    "rollouts.py",
-    "        except EpisodeError as error:\n",
-    "        except ZeroDivisionError as error:\n",
-)
 @pytest.mark.parametrize(("error", "message"), ERRORS)
 @pytest.mark.parametrize("kind", [Countdown, AsyncCountdown])
 async def test_an_environment_that_raises_fails_alone(
@@ -220,7 +214,6 @@ BROKEN = [
 ]
 
 
-@pytest.mark.mutation("one-failure-fails-the-rollout")
 @pytest.mark.parametrize(("observation", "message"), BROKEN)
 @pytest.mark.parametrize("when", ["reset", "step"])
 async def test_an_observation_that_cannot_be_rendered_fails_alone(

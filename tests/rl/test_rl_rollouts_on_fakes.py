@@ -138,9 +138,6 @@ async def test_no_more_than_max_concurrency_environments_are_open(sampler: Scrip
     assert len(maker.made) == 32
 
 
-@pytest.mark.mutation(
-    "siblings-ask-apart", "rl/sample_replies.py", "if turn == 0 and params.seed is None:", "if turn < 0:"
-)
 async def test_equal_first_prompts_go_as_one_request_although_rendering_takes_its_time(
     sampler: ScriptedSampler,
 ) -> None:
@@ -187,7 +184,10 @@ async def test_a_refused_shared_request_fails_those_who_shared_it_and_no_other(s
 
 
 @pytest.mark.mutation(
-    "one-seed-for-all", "rl/sample_replies.py", "% 2**64, self._index, member, turn])", "% 2**64, self._index, turn])"
+    "one-seed-for-all",
+    "GroupSampler._params_for",
+    "% 2**64, self._index, member, turn])",
+    "% 2**64, self._index, turn])",
 )
 async def test_with_a_seed_every_reply_has_its_own_and_again_the_same(sampler: ScriptedSampler) -> None:
     async def seeds(seed: int) -> list[int]:
@@ -229,12 +229,6 @@ async def test_max_turns_ends_an_episode_with_what_it_has(sampler: ScriptedSampl
     assert len(rollouts.data(loss_fn="ppo")) == 4
 
 
-@pytest.mark.mutation(
-    "context-not-watched",
-    "rl/sample_replies.py",
-    "        if self._context_length is not None:\n",
-    "        if False:\n",
-)
 async def test_replies_get_what_is_left_of_the_context_and_an_episode_that_fills_it_ends(
     sampler: ScriptedSampler,
 ) -> None:

@@ -94,17 +94,11 @@ def play(
 
 @pytest.mark.mutation(
     "observations-trained",
-    "trajectory.py",
+    "_Sequence.append",
     "self._advantages += [np.zeros(given, np.float32),",
     "self._advantages += [np.full(given, advantage, np.float32),",
 )
-@pytest.mark.mutation("logprobs-one-off", "trajectory.py", '"logprobs": logprobs[1:]', '"logprobs": logprobs[:-1]')
-@pytest.mark.mutation(
-    "provenance-without-offset",
-    "trajectory.py",
-    "sequence_id=turn.sequence_id, offset=self._positions, length=given",
-    "sequence_id=turn.sequence_id, length=given",
-)
+@pytest.mark.mutation("logprobs-one-off", "_Sequence.data", '"logprobs": logprobs[1:]', '"logprobs": logprobs[:-1]')
 @pytest.mark.parametrize("family", TEMPLATES)
 @quick
 @given(data=st.data())
@@ -291,7 +285,6 @@ def test_samples_of_no_tokens_are_passed_over(
     assert spans == [("b", 0, 2), ("b", 0, 1), ("d", 3, 2)]
 
 
-@pytest.mark.mutation("later-turns-dropped", "trajectory.py", "            data += sequence.data(loss_fn)\n", "")
 def test_a_prompt_that_only_resembles_begins_anew(
     images: list[tinker.types.ImageChunk], turn: Callable[..., rl.Turn]
 ) -> None:

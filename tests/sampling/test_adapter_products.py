@@ -31,7 +31,6 @@ def added(factors: Factors, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor
     return y[:, : sum(WIDTHS)]
 
 
-@pytest.mark.mutation("ranks-of-the-first-slice", "lora_operators.py", "h[:, first:last]", "h[:, : last - first]")
 @pytest.mark.parametrize("ranks", [(3, 3, 3), (8, 1, 2), (2, 0, 4), (0, 0, 5), (0, 0, 0)])
 def test_slices_of_any_rank_get_their_products(ranks: tuple[int, ...]) -> None:
     a, b = slots_with(ranks)
@@ -46,10 +45,7 @@ def test_slices_of_any_rank_get_their_products(ranks: tuple[int, ...]) -> None:
 
 
 @pytest.mark.mutation(
-    "changed-slots-keep-their-copy",
-    "lora_operators.py",
-    "if found is None or found[0] != changes:",
-    "if found is None:",
+    "changed-slots-keep-their-copy", "TrimmedSlots.of", "if found is None or found[0] != changes:", "if found is None:"
 )
 def test_a_slot_that_another_adapter_takes_computes_with_that_one() -> None:
     slots, x = TrimmedSlots(), torch.ones(ROWS, INPUTS)

@@ -37,9 +37,8 @@ async def test_an_adapter_agrees_with_hf(served: Any, tmp_path: Path, modules: s
     served.same(await served.score(prompt, adapter.version), expected)
 
 
-@pytest.mark.mutation("base-gets-an-adapter", "patches.py", "        to_process=_replace_cpu_operators,\n", "")
 @pytest.mark.mutation(
-    "lora-ids-used-again", "vllm_adapters.py", "next(self._ids), str(version.path)", "1, str(version.path)"
+    "lora-ids-used-again", "VLLMAdapters.request", "next(self._ids), str(version.path)", "1, str(version.path)"
 )
 async def test_base_and_adapters_in_one_step_do_not_touch_each_other(
     vl: Any, tmp_path: Path, noise: Callable[..., Any]
@@ -164,7 +163,7 @@ def configure(**values: Any) -> Callable[[Path], None]:
 
 @pytest.mark.mutation(
     "unmatched-keys-ignored",
-    "vllm_adapters.py",
+    "check_adapter_taken",
     "    if ignored:\n",
     "    weights = {name: weights[name] for name in weights if name not in ignored}\n    if False:\n",
 )

@@ -21,7 +21,7 @@ from tests.sampling.sampling_answers import (
 
 @pytest.mark.mutation(
     "alternatives-at-temperature-1",
-    "score_prompts.py",
+    "score_prompts._draw",
     "(log_p_nv / draws.temperature).softmax(dim=-1)",
     "log_p_nv.softmax(dim=-1)",
     cases=("base-text-2.0",),
@@ -96,12 +96,6 @@ async def test_alternatives_repeat_with_their_seed_whatever_runs_beside_them(tex
     assert await draw(None) != await draw(None)
 
 
-@pytest.mark.mutation(
-    "alternatives-depend-on-the-parts-of-a-prompt",
-    "score_prompts.py",
-    "draws.uniforms(start, start + len(log_p_nv))",
-    "draws.uniforms(0, len(log_p_nv))",
-)
 async def test_alternatives_of_a_long_prompt_do_not_depend_on_its_parts(
     vl: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,9 +108,6 @@ async def test_alternatives_of_a_long_prompt_do_not_depend_on_its_parts(
     assert different(whole, parts) <= roundings()
 
 
-@pytest.mark.mutation(
-    "random-numbers-of-the-first-rows", "prompt_scores.py", "bits.advance(begin // 4)", "bits.advance(0)"
-)
 @pytest.mark.parametrize("k", [1, 3, 7, 8])
 def test_rows_have_their_own_random_numbers_in_whatever_parts_they_come(k: int) -> None:
     draws = Draws(k, 1.0, 12345)

@@ -49,12 +49,6 @@ def test_the_likeliest_of_a_large_step_belong_to_their_requests(logits: Any) -> 
         assert logprobs.tolist() == pytest.approx(expected.values.tolist(), abs=1e-6)
 
 
-@pytest.mark.mutation(
-    "share-of-a-block-of-its-row",
-    "draw_tokens.py",
-    "    at_b1, _ = _place(in_block_bn, share_b1)",
-    "    at_b1, _ = _place(in_block_bn, share_b.unsqueeze(1))",
-)
 @pytest.mark.parametrize("width", [1, 5, 255, 256, 257, 513, 50_001])
 def test_a_share_of_a_row_is_the_token_that_a_sum_in_float64_finds(width: int) -> None:
     random = torch.Generator().manual_seed(width)

@@ -170,12 +170,6 @@ async def test_a_sleep_that_fails_before_anything_moved_keeps_what_is_cached(
     same(await outputs(sampler, works), before)
 
 
-@pytest.mark.mutation(
-    "half-a-waking-stays",
-    "sleep_mode.py",
-    "            allocator.sleep(offload_tags=_BACKED_UP)\n",
-    "            pass\n",
-)
 @pytest.mark.parametrize("at", [0, 2])
 async def test_a_waking_that_fails_leaves_the_engine_asleep_and_may_be_tried_again(
     sampler: VLLMSampler, works: list[SampleWork], allocator: PretendedAllocator, at: int

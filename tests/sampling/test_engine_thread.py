@@ -31,14 +31,6 @@ async def wait_until(condition: Callable[[], Any], seconds: float = 10) -> None:
         await asyncio.sleep(0.005)
 
 
-@pytest.mark.mutation(
-    "one-batch-after-the-other",
-    "engine_thread.py",
-    "            idle = not any(engine.in_flight for engine in self._engines)\n",
-    "            idle = not any(engine.in_flight for engine in self._engines)\n"
-    "            if not idle:\n"
-    "                return True\n",
-)
 async def test_cancelling_a_sample_frees_its_slots_and_hurts_nobody(text: Any) -> None:
     async def count() -> int:
         return await asyncio.wrap_future(text.sampler._thread.call(text.sampler._engine, unfinished))
@@ -134,7 +126,6 @@ async def test_building_an_engine_leaves_the_process_as_it_was(text: Any) -> Non
     assert state() == before
 
 
-@pytest.mark.mutation("engines-shut-vllm-down", "patches.py", "        to_engine=_prevent_shutdown,\n", "")
 async def test_closing_one_engine_leaves_the_others_and_the_process_alone(text: Any) -> None:
     """vLLM's own shutdown would destroy the distributed groups that all engines of a process share."""
     import torch.distributed
@@ -232,9 +223,7 @@ def test_with_a_fake_engine_a_refused_request_fails_alone_and_leaves_nothing_beh
     assert built[0].requests == {}
 
 
-@pytest.mark.mutation(
-    "culprit-takes-all-with-it", "engine_thread.py", "    return named or groups\n", "    return groups\n"
-)
+@pytest.mark.mutation("culprit-takes-all-with-it", "at_fault", "    return named or groups\n", "    return groups\n")
 def test_with_a_fake_engine_a_named_culprit_fails_alone_and_the_others_run_again(fakes: Any) -> None:
     thread, engine, built = fakes
     go = pause(thread, engine)
@@ -249,12 +238,6 @@ def test_with_a_fake_engine_a_named_culprit_fails_alone_and_the_others_run_again
     assert len(built) == 2
 
 
-@pytest.mark.mutation(
-    "streams-of-an-engine-begin-again",
-    "engine_thread.py",
-    " or group.survived_restart or group.streamed:",
-    " or group.survived_restart:",
-)
 def test_with_a_fake_engine_outputs_of_streams_come_in_each_step_and_none_begins_again(fakes: Any) -> None:
     thread, engine, _ = fakes
     outputs: list[tuple[int, bool]] = []
@@ -279,12 +262,6 @@ def test_with_a_fake_engine_outputs_of_streams_come_in_each_step_and_none_begins
     assert len(other.result(10)) == 1
 
 
-@pytest.mark.mutation(
-    "dead-engine-stays-dead",
-    "engine_thread.py",
-    "        engine.discard()\n        engine.restarts += 1\n",
-    "        engine.restarts += 1\n",
-)
 def test_with_a_fake_engine_an_unnamed_failure_fails_all_in_flight(fakes: Any) -> None:
     thread, engine, _ = fakes
     go = pause(thread, engine)

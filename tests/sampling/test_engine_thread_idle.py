@@ -2,16 +2,9 @@
 
 import time
 
-import pytest
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 
 
-@pytest.mark.mutation(
-    "engine-thread-spins",
-    "engine_thread.py",
-    "command = self._commands.get(block=idle)",
-    "command = self._commands.get(block=False)",
-)
 def test_an_idle_engine_thread_takes_no_processor_time() -> None:
     thread = EngineThread()
     clock = time.pthread_getcpuclockid(thread._thread.ident)

@@ -127,12 +127,6 @@ async def test_a_model_that_the_engines_compute_differently_is_refused_in_one_li
     assert float(normal[1]) <= TOLERANCE[dtype]
 
 
-@pytest.mark.mutation(
-    "yarn-by-the-size-of-the-table",
-    "patches.py",
-    "self.max_position_embeddings, self.trained_positions",
-    "(self.max_position_embeddings,) * 2",
-)
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_5_vl", "qwen3_vl"])
 async def test_yarn_agrees_also_on_positions_of_images(tmp_path: Path, family: Any) -> None:
     make = make_tiny_text_model if family in TEXT_FAMILIES else make_tiny_vl_model
@@ -142,12 +136,6 @@ async def test_yarn_agrees_also_on_positions_of_images(tmp_path: Path, family: A
     assert said.startswith(f"{NAME}: trainer and sampler agree to ")
 
 
-@pytest.mark.mutation(
-    "table-that-ends-not-seen",
-    "vllm_engine/engine_positions.py",
-    "    rows = min(_table_rows(model), default=None)\n",
-    "    rows = None\n",
-)
 @pytest.mark.parametrize(("family", "end"), [("qwen3", 128), ("qwen2_5_vl", 512)])
 async def test_positions_beyond_a_table_of_the_sampler_are_refused_with_a_way_out(
     tmp_path: Path, family: Any, end: int
@@ -169,12 +157,6 @@ async def test_positions_beyond_a_table_of_the_sampler_are_refused_with_a_way_ou
     assert said.endswith(f"rotary positions compared at all {end}")
 
 
-@pytest.mark.mutation(
-    "query-scaling-left-to-vllm",
-    "vllm_engine/build_engine.py",
-    '    return {"llama_4_scaling": {',
-    '    return {} and {"llama_4_scaling": {',
-)
 async def test_queries_that_grow_with_their_position_do_so_in_the_sampler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,12 +173,6 @@ async def test_queries_that_grow_with_their_position_do_so_in_the_sampler(
     assert said.endswith("rotary positions compared at all 64")
 
 
-@pytest.mark.mutation(
-    "rotary-modules-of-another-model",
-    "vllm_engine/build_engine.py",
-    "        forget_rotary_modules()\n",
-    "",
-)
 async def test_a_model_leaves_the_rotary_embeddings_of_another_in_the_same_process_alone(tmp_path: Path) -> None:
     """vLLM's Ernie 4.5 changes a module that it would share with a model of the same settings."""
     settings = {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
@@ -259,7 +235,7 @@ async def test_an_adapter_that_the_trainer_alone_has_is_refused_in_16_bits(
 
 
 @pytest.mark.mutation(
-    "frequencies-by-the-row", "training/load_model.py", "    if rotary is None or kinds is None:", "    if True:"
+    "frequencies-by-the-row", "_fix_frequencies", "    if rotary is None or kinds is None:", "    if True:"
 )
 @pytest.mark.parametrize("max_context_length", [None, 64, 256])
 async def test_longrope_has_the_frequencies_of_the_context_length_in_both_engines(

@@ -72,10 +72,7 @@ def same(one: SampledSequence, other: SampledSequence) -> None:
 
 
 @pytest.mark.mutation(
-    "grammar-not-given-to-vllm",
-    "engine_inputs.py",
-    "        structured_outputs=_structured_outputs(work.grammar),\n",
-    "",
+    "grammar-not-given-to-vllm", "_first_params", "        structured_outputs=_structured_outputs(work.grammar),\n", ""
 )
 async def test_random_weights_spell_what_the_grammar_says(text: Any) -> None:
     ebnf = Grammar("grammar", 'root ::= "(" digit ("," digit)* ")"\ndigit ::= [0-9]', "structured_outputs.grammar")
@@ -168,7 +165,6 @@ async def test_a_bad_grammar_is_refused_by_its_field_and_the_engine_lives_on(
     assert text.sampler._engine.restarts == 0
 
 
-@pytest.mark.mutation("schema-of-elsewhere", "rendering/grammar.py", "        _check_references(value, field)\n", "")
 def test_a_schema_that_refers_to_another_document_is_refused() -> None:
     here = {"$defs": {"$ref": {"type": "null"}}, "properties": {"a": [{"$ref": "#/$defs/$ref"}]}}
     assert json.loads(json_grammar(here).text) == here

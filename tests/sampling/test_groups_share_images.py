@@ -30,7 +30,7 @@ def encoded(vl: Any) -> Iterator[list[int]]:
 
 @pytest.mark.mutation(
     "image-encoded-for-every-sample",
-    "engine_inputs.py",
+    "engine_prompt",
     '"image": [image.content_hash for image in images]',
     '"image": [f"{image.content_hash}{id(ids)}" for image in images]',
 )

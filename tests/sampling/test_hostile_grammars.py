@@ -41,12 +41,6 @@ def hostile(text: Any, request: pytest.FixtureRequest) -> Iterator[Grammar]:
     text.sampler._grammars = before
 
 
-@pytest.mark.mutation(
-    "grammar-without-a-budget",
-    "grammar_server.py",
-    "        signal.setitimer(signal.ITIMER_PROF, self._seconds)\n",
-    "        pass\n",
-)
 async def test_a_grammar_that_costs_seconds_a_token_ends_alone(text: Any, hostile: Grammar) -> None:
     free = constrained(text, None, 2, seed=5, max_tokens=24, stop=())
     alone = await text.sampler.sample(free)
@@ -107,7 +101,6 @@ async def test_a_request_that_is_cancelled_ends_its_process(text: Any) -> None:
     assert not masks._matchers or matcher not in masks._matchers.values()
 
 
-@pytest.mark.mutation("grammars-with-an-old-vllm", "compat_vllm.py", "found >= GRAMMARS_SINCE", "found >= (0, 0)")
 def test_a_vllm_whose_grammars_have_known_faults_follows_none_unless_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"vllm": "0.31.1+cu130"}
 

@@ -4,12 +4,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.types import SamplingParams
 
 
-@pytest.mark.mutation("images-encoded-each-time", "patches.py", "        to_config=_keep_images,\n", "")
 async def test_requests_of_more_images_than_a_step_holds_encode_each_once(vl: Any, noise: Callable[..., Any]) -> None:
     """The images end in the last block of each prompt, which the prefix cache does not share."""
     prompts = [vl.prompt([5, 6], noise(640, 640, 300 + number), [7, 8]) for number in range(12)]
@@ -21,7 +19,6 @@ async def test_requests_of_more_images_than_a_step_holds_encode_each_once(vl: An
     assert vl.sampler.images_encoded - before == len(prompts)
 
 
-@pytest.mark.mutation("images-not-counted", "patches.py", "        to_engine=_report_images,\n", "")
 async def test_start_of_an_engine_counts_no_image(vl: Any, text: Any, noise: Callable[..., Any]) -> None:
     """Its profiling runs do; and a text model has no tower."""
     from tinker_local.backend.vllm_engine.engine_thread import EngineThread

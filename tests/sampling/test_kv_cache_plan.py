@@ -38,20 +38,6 @@ def bytes_by_vllm(config: Any, groups: Any) -> int:
     return int(_max_memory_usage_bytes_from_groups(get_kv_cache_config_builder(config), config, groups))
 
 
-@pytest.mark.mutation(
-    "windows-planned-whole",
-    "gpu_plan.py",
-    "min(context, self.window - 1 + 2 * positions)",
-    "context",
-    cases=("gpt_oss",),
-)
-@pytest.mark.mutation(
-    "states-in-blocks-of-one-layer",
-    "gpu_plan.py",
-    "return self._shared * self._positions * self._position_bytes",
-    "return self._positions * self._position_bytes",
-    cases=("qwen3_5",),
-)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_sequence_takes_what_vllm_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU blocks are larger than on a GPU."""

@@ -31,12 +31,6 @@ async def greedy(served: Any, length: int = 30) -> list[int]:
     return (await sample(served, max_tokens=length, temperature=0.0, stop=())).tokens.tolist()
 
 
-@pytest.mark.mutation(
-    "16-tokens-by-default",
-    "sampling/sampler.py",
-    "wanted = max(limit - prompt_length, 1) if max_tokens is None else max_tokens",
-    "wanted = 16 if max_tokens is None else max_tokens",
-)
 async def test_without_max_tokens_the_sample_goes_up_to_the_context(text: Any) -> None:
     prompt = [i % 300 for i in range(1000)]
     sequence = await sample(text, prompt, stop=())
@@ -89,13 +83,6 @@ async def test_stop_ids_end_a_sample_and_are_kept_with_their_logprob(text: Any) 
     assert sequence.logprobs.size == sequence.tokens.size
 
 
-@pytest.mark.mutation("stop-strings-forgotten", "engine_inputs.py", "        stop=texts,\n", "        stop=[],\n")
-@pytest.mark.mutation(
-    "stop-string-taken-for-a-list",
-    "engine_inputs.py",
-    "stops = (stop,) if isinstance(stop, str) else stop or ()",
-    "stops = tuple(stop or ())",
-)
 @pytest.mark.parametrize("as_list", [False, True])
 async def test_stop_strings_end_a_sample_with_the_token_that_completes_them(text: Any, as_list: bool) -> None:
     from transformers import AutoTokenizer
@@ -132,7 +119,6 @@ def eos_ids(served: Any) -> list[int]:
     return ids if isinstance(ids, list) else [ids]
 
 
-@pytest.mark.mutation("empty-stop-is-no-stop", "engine_inputs.py", "ignore_eos=params.stop == (),", "ignore_eos=False,")
 async def test_eos_stops_unless_stop_is_empty_also_beside_other_stops(text: Any) -> None:
     eos = set(eos_ids(text))
     for seed in range(20):
@@ -206,12 +192,6 @@ async def test_requests_that_do_not_fit_the_kv_cache_together_give_what_they_giv
     await small.close()
 
 
-@pytest.mark.mutation(
-    "prefix-cache-never-read",
-    "engine_inputs.py",
-    "        skip_special_tokens=False,\n",
-    "        skip_special_tokens=False,\n        skip_reading_prefix_cache=True,\n",
-)
 async def test_several_samples_share_one_prefill_and_the_cache_is_counted_once(
     vl: Any, noise: Callable[..., Any]
 ) -> None:

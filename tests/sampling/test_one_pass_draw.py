@@ -16,12 +16,12 @@ from tests.sampling import one_pass_cases
 
 @pytest.mark.mutation(
     "one-pass-without-noise",
-    "one_pass_draw.py",
+    "one_pass_draw._draw",
     "tl.where(draws, _gumbel(bits[part]), 0.0)",
     "tl.where(draws, 0.0, 0.0)",
 )
 @pytest.mark.mutation(
-    "one-pass-logprob-unscaled", "one_pass_draw.py", ".to(tl.float32) / temperature", ".to(tl.float32)"
+    "one-pass-logprob-unscaled", "one_pass_draw._draw", ".to(tl.float32) / temperature", ".to(tl.float32)"
 )
 def test_the_kernel_draws_as_plain_torch_does_in_the_interpreter() -> None:
     pytest.importorskip("triton")
@@ -49,7 +49,9 @@ def settings(**changes: Any) -> Any:
     return SimpleNamespace(**{**plain, **changes})
 
 
-@pytest.mark.mutation("one-pass-ignores-seeds", "draw_tokens.py", "or cuts or settings.generators or", "or cuts or")
+@pytest.mark.mutation(
+    "one-pass-ignores-seeds", "FullVocabularyDraw.in_one_pass", "or cuts or settings.generators or", "or cuts or"
+)
 @pytest.mark.parametrize(
     ("changes", "widths"),
     [

@@ -67,12 +67,6 @@ def test_a_patch_is_applied_by_the_table_or_names_its_modules(patch: Patch) -> N
     assert all((FOLDER / module).is_file() for module in patch.used_in)
 
 
-@pytest.mark.mutation(
-    "an-interpreter-for-each-architecture",
-    "vllm_engine/patches.py",
-    "        to_process=_look_at_models_here,\n",
-    '        used_in=("patches.py",),\n',
-)
 def test_no_interpreter_is_started_to_look_at_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     patches.apply_to_process()
     from vllm.model_executor.models import registry

@@ -39,7 +39,7 @@ async def test_last_n_leaves_out_what_is_before(text: Any, last_n: int) -> None:
 
 @pytest.mark.mutation(
     "scored-rows-read-from-the-cache",
-    "score_prompts.py",
+    "_UntilFirstRow.__init__",
     "self.num_tokens = first_row + 1  #",
     "self.num_tokens = request.num_tokens  #",
 )

@@ -10,13 +10,6 @@ import pytest
 TEXT = list(range(20, 60))
 
 
-@pytest.mark.mutation(
-    "prompt-logprobs-one-short",
-    "prompt_scores.py",
-    "return self.chosen_of_positions[1:]",
-    "return self.chosen_of_positions[:-1]",
-    cases=("text",),
-)
 async def test_text_agrees_with_hf(served: Any) -> None:
     prompt = served.prompt(TEXT)
     served.same(await served.score(prompt), served.hf.prompt_logprobs(prompt))
@@ -42,7 +35,7 @@ async def test_image_and_text_after_it_agree_with_hf(
 
 @pytest.mark.mutation(
     "pad-ids-found-by-the-sampler",
-    "engine_inputs.py",
+    "engine_prompt",
     "PlaceholderRange(offset=p.offset,",
     "PlaceholderRange(offset=ids.index(ids[p.offset]),",
     cases=("vl",),

@@ -30,13 +30,6 @@ from tests.sampling.sampling_answers import (
 )
 
 
-@pytest.mark.mutation(
-    "prompts-scored-without-their-lm-head",
-    "score_prompts.py",
-    "with heads.of(int(self.input_batch.request_lora_mapping[row])):",
-    "with heads.of(0):",
-    cases=("adapter-text",),
-)
 async def test_everything_at_once_agrees_with_hf(case: Any) -> None:
     served, prompt, adapter = case
     expected = log_p(served, prompt, adapter)
@@ -120,12 +113,6 @@ async def test_a_prompt_longer_than_one_step_and_computed_in_parts(
     vl.same(output.target_prompt_logprobs.to_numpy(), np.where(wanted == -1, 0.0, scored))
 
 
-@pytest.mark.mutation(
-    "sparse-targets-read-as-dense",
-    "prompt_scores.py",
-    'np.searchsorted(request.sparse_crow_indices, cells, side="right") - 1',
-    "cells // shape[1]",
-)
 async def test_sparse_targets_are_answered_sparsely_and_only_where_they_name_an_id(text: Any) -> None:
     prompt = text.prompt(TEXT)
     ids = targets((39, 6), share=0.1)

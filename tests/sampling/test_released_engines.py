@@ -82,25 +82,6 @@ print("left", sum(weight() is not None for weight in weights), "of", len(weights
 """
 
 
-@pytest.mark.mutation(
-    "slots-of-released-engines-noted", "release_engine.py", "    _forget_lora_pointers(lora_worker(engine))\n", ""
-)
-@pytest.mark.mutation(
-    "compiled-code-of-released-engines-stays",
-    "release_engine.py",
-    "    _let_dynamo_forget(engine.kept_by_dynamo)\n",
-    "",
-    cases=("compiled-3",),
-)
-@pytest.mark.mutation(
-    "heap-searched-after-a-release",
-    "release_engine.py",
-    "        gc.freeze()  # as it was",
-    "        pass  # as it was",
-)
-@pytest.mark.mutation(
-    "frozen-engine-stays", "release_engine.py", "        gc.unfreeze()\n", "        pass\n", cases=("eager-0",)
-)
 @pytest.mark.parametrize(("how", "mode"), [("eager", 0), ("compiled", 3)])
 def test_a_released_engine_leaves_no_weights(tiny_models: dict[str, Path], how: str, mode: int) -> None:
     command = (sys.executable, "-W", "ignore", "-c", SCRIPT, str(tiny_models["tiny/text"]), how)
@@ -120,12 +101,6 @@ def test_a_released_engine_leaves_no_weights(tiny_models: dict[str, Path], how: 
     assert int(left) == 0
 
 
-@pytest.mark.mutation(
-    "vllm-freezes-the-heap",
-    "patches.py",
-    "        to_process=_leave_the_heap_alone,\n",
-    '        used_in=("patches.py",),\n',
-)
 def test_a_built_engine_leaves_the_heap_as_it_was(text: Any) -> None:
     """So that releasing an engine need not look at all objects of the process."""
     frozen = gc.get_freeze_count()
@@ -138,12 +113,6 @@ def test_a_built_engine_leaves_the_heap_as_it_was(text: Any) -> None:
     assert gc.get_freeze_count() <= frozen
 
 
-@pytest.mark.mutation(
-    "caches-of-a-layer-taken-for-a-tensor",
-    "release_engine.py",
-    "if isinstance(cache, list | tuple) else",
-    "if False else",
-)
 def test_a_layer_may_have_several_caches_on_a_fake(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model runner: vLLM 0.26 has a list of them for each layer of linear attention."""
     monkeypatch.setattr(release_engine, "lora_slot_tensors", lambda _: iter(()))
@@ -152,19 +121,6 @@ def test_a_layer_may_have_several_caches_on_a_fake(monkeypatch: pytest.MonkeyPat
     assert len(release_engine._tensors_that_have_to_go(runner)) == 5
 
 
-@pytest.mark.mutation(
-    "buffers-of-steps-know-a-released-engine",
-    "release_engine.py",
-    "    _leave_workspaces(engine.workspaces)\n",
-    "",
-    cases=("last",),
-)
-@pytest.mark.mutation(
-    "buffers-of-steps-freed-under-graphs",
-    "patches.py",
-    "    engine.workspaces = release_engine.workspaces()\n",
-    "    engine.workspaces = None\n",
-)
 @pytest.mark.parametrize("released", ["first", "last"])
 def test_buffers_of_steps_end_with_their_engine_on_fakes(monkeypatch: pytest.MonkeyPatch, released: str) -> None:
     """Of two engines, which are fakes as their workers are; vLLM's manager of buffers is real. On a CPU it has none."""
@@ -184,12 +140,6 @@ def test_buffers_of_steps_end_with_their_engine_on_fakes(monkeypatch: pytest.Mon
     workspace.current_workspace_manager().get_simultaneous(((64,), torch.uint8))
 
 
-@pytest.mark.mutation(
-    "buffers-of-steps-know-a-failed-engine",
-    "release_engine.py",
-    "        workspace._manager = before\n",
-    "        pass\n",
-)
 def test_a_build_that_fails_leaves_no_worker_on_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a fake worker, and vLLM's real manager of buffers."""
     from vllm.v1.worker import workspace

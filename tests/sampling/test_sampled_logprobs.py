@@ -39,25 +39,17 @@ async def test_a_batch_that_mixes_all_settings_agrees_with_hf(vl: Any, noise: Ca
 
 @pytest.mark.mutation(
     "logprobs-after-the-cut",
-    "draw_tokens.py",
+    "FullVocabularyDraw.forward",
     "return torch.cat(drawn), Probabilities(p_bv, likeliest)",
     "return torch.cat(drawn), Probabilities(kept_bv / kept_bv.sum(-1, keepdim=True), likeliest)",
 )
 @pytest.mark.mutation(
     "logprobs-without-temperature",
-    "draw_tokens.py",
-    '        sampler.logprobs_mode = "processed_logprobs"\n',
-    '        sampler.logprobs_mode = "processed_logprobs"\n'
-    "        sampler.apply_temperature = lambda logits, *_: logits\n",
+    "FullVocabularyDraw.install_in",
+    '"processed_logprobs"\n',
+    '"processed_logprobs"\n        sampler.apply_temperature = lambda logits, *_: logits\n',
 )
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.mutation(  # what rewinds the draws needs them
-    "vllms-draw",
-    "patches.py",
-    "    draw_tokens.FullVocabularyDraw.install(model_runner(engine))\n\n\n"
-    "def _rewind_discarded_draws(engine: Any, events: EngineEvents) -> None:\n",
-    "    pass\n\n\ndef _rewind_discarded_draws(engine: Any, events: EngineEvents) -> None:\n    return\n",
-)
 async def test_each_setting_alone_agrees_with_hf(text: Any, settings: dict[str, Any]) -> None:
     prompt = text.prompt(list(range(30, 45)))
     params = SamplingParams(max_tokens=8, stop=(), **settings)
@@ -66,12 +58,6 @@ async def test_each_setting_alone_agrees_with_hf(text: Any, settings: dict[str, 
     text.same(sequence.logprobs, expected, 1 / (params.temperature or 1.0))
 
 
-@pytest.mark.mutation(
-    "temperature-0-is-1",
-    "engine_inputs.py",
-    "    result.temperature = params.temperature\n",
-    "    result.temperature = params.temperature or 1.0\n",
-)
 async def test_temperature_0_is_greedy_with_logprobs_of_temperature_1(text: Any) -> None:
     prompt = text.prompt(list(range(30, 45)))
     work = SampleWork(prompt, None, SamplingParams(max_tokens=10, temperature=0.0, stop=()), num_samples=2)
@@ -81,9 +67,6 @@ async def test_temperature_0_is_greedy_with_logprobs_of_temperature_1(text: Any)
     assert np.array_equal(first.tokens, second.tokens)
 
 
-@pytest.mark.mutation(
-    "temperature-through-vllms-checks", "engine_inputs.py", "    result.temperature = params.temperature\n", ""
-)
 @pytest.mark.parametrize("temperature", [1e-5, 0.003, 0.009, 30.0])
 async def test_temperatures_that_vllm_would_change_or_refuse_are_honoured(text: Any, temperature: float) -> None:
     prompt = text.prompt(list(range(30, 45)))

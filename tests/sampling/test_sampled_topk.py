@@ -16,7 +16,7 @@ from tests.sampling.sampling_answers import (
 
 
 @pytest.mark.mutation(
-    "topk-of-the-wrong-requests", "draw_tokens.py", "rows, k = list(widths)", "rows, k = list(range(len(widths)))"
+    "topk-of-the-wrong-requests", "Likeliest.of", "rows, k = list(widths)", "rows, k = list(range(len(widths)))"
 )
 async def test_sampled_topk_of_requests_that_share_steps_agree_with_hf(vl: Any, noise: Callable[..., Any]) -> None:
     """Some ask for none, others for few or the whole vocabulary; greedy, random, cut and at low temperature, where

@@ -17,9 +17,6 @@ async def draw(served: Any, seed: int | None, num_samples: int = 4, max_tokens: 
     return [tuple(sequence.tokens.tolist()) for sequence in output.sequences]
 
 
-@pytest.mark.mutation(
-    "seed-of-samples-dropped", "engine_inputs.py", "        if work.params.seed is not None:\n", "        if False:\n"
-)
 async def test_a_seed_repeats_whatever_runs_beside_it(text: Any) -> None:
     alone = await draw(text, 7)
     beside = await asyncio.gather(draw(text, 7), draw(text, None, 20), draw(text, 8), draw(text, 7))
@@ -28,7 +25,7 @@ async def test_a_seed_repeats_whatever_runs_beside_it(text: Any) -> None:
 
 @pytest.mark.mutation(
     "neighbouring-seeds-share",
-    "engine_inputs.py",
+    "sample_seed",
     'return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1',
     "return (seed + index) % 2**63",
 )
@@ -47,13 +44,6 @@ async def test_without_a_seed_samples_differ(text: Any) -> None:
     assert len(set(drawn)) == len(drawn)
 
 
-@pytest.mark.mutation("seed-of-samples-dropped")
-@pytest.mark.mutation(
-    "huge-seeds-reach-the-engine",
-    "engine_inputs.py",
-    'return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1',
-    "return seed * 1000 + index",
-)
 @pytest.mark.parametrize("seed", [-1, 0, 2**31, 2**63, 2**64 + 1, -(2**70), 10**40])
 async def test_any_integer_is_a_seed(text: Any, seed: int) -> None:
     assert await draw(text, seed, 2) == await draw(text, seed, 2)
@@ -65,7 +55,6 @@ def test_seeds_are_63_bits_and_distinct() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-@pytest.mark.mutation("draws-not-rewound", "patches.py", "        to_engine=_rewind_discarded_draws,\n", "")
 async def test_a_seeded_prompt_that_takes_several_steps_draws_the_same(vl: Any) -> None:
     """vLLM on CPU would fail the step: it rewinds the generator of a prompt that is not all in yet."""
     long = vl.prompt([i % 300 for i in range(5000)])

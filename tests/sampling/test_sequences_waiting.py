@@ -3,7 +3,6 @@
 import asyncio
 from typing import Any
 
-import pytest
 from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.types import SamplingParams
 
@@ -26,12 +25,6 @@ async def test_sequences_beyond_those_that_run_are_counted_as_waiting(text: Any)
     assert text.sampler.sequences_waiting == 0
 
 
-@pytest.mark.mutation(
-    "kv-cache-use-is-that-of-running-sequences",
-    "vllm_sampler.py",
-    "return kv_cache_used(self._engine.built)",
-    "return 0.0",
-)
 async def test_the_share_of_the_kv_cache_follows_the_sequences_that_hold_it(text: Any) -> None:
     assert text.sampler.kv_cache_used == 0
     largest = []
@@ -46,7 +39,6 @@ async def test_the_share_of_the_kv_cache_follows_the_sequences_that_hold_it(text
     assert 0 < largest[0] < largest[1] <= 1
 
 
-@pytest.mark.mutation("begun-sequences-not-reported", "patches.py", "        to_engine=_report_begun,\n", "")
 async def test_a_request_begins_when_its_first_sequence_has_a_place_and_is_told_once(text: Any) -> None:
     limit = await asyncio.wrap_future(
         text.sampler._thread.call(text.sampler._engine, lambda e: e.vllm_config.scheduler_config.max_num_seqs)

@@ -11,12 +11,6 @@ from tinker_local.types import SamplingParams
 RAISED = 0.01
 
 
-@pytest.mark.mutation(
-    "small-temperatures-raised",
-    "engine_inputs.py",
-    "    result.temperature = params.temperature\n",
-    "    result.temperature = max(params.temperature, 0.01) if params.temperature else 0.0\n",
-)
 @pytest.mark.parametrize("temperature", [0.002, 0.005])
 async def test_close_calls_are_drawn_and_scored_at_the_temperature_asked_for(text: Any, temperature: float) -> None:
     """Of many prompts those whose two likeliest tokens are about T apart: elsewhere every small T gives log 1."""

@@ -52,12 +52,6 @@ def refusal(
     return None
 
 
-@pytest.mark.mutation(
-    "queue-without-end",
-    "run_queue.py",
-    "        if reason is not None and waited < PATIENCE:\n",
-    "        if False:\n",
-)
 def test_session_is_refused_beyond_its_own_bounds_and_others_are_not() -> None:
     full, other = Queue().add(1, 2, 3, 4), Queue("t").add(1)
     assert "this session" in str(refusal(full, 5, others=(other,)))
@@ -78,9 +72,6 @@ def test_all_are_refused_beyond_the_bounds_of_all() -> None:
     assert "all sessions" in str(refusal(small, 2, others=(one, two)))
 
 
-@pytest.mark.mutation(
-    "bound-locks-a-model", "run_queue.py", "        if not queue.commands.can_run(now):\n            return\n", ""
-)
 def test_model_that_cannot_run_without_it_is_never_refused() -> None:
     """The first chunk comes last; a lower id may have been refused while a higher one was taken."""
     full = Queue().add(1, 2, 3, 4)
@@ -93,12 +84,6 @@ def test_model_that_cannot_run_without_it_is_never_refused() -> None:
     assert refusal(drained, 2, others=(full,)) is None
 
 
-@pytest.mark.mutation(
-    "refused-until-the-sdk-gives-up",
-    "run_queue.py",
-    "        if reason is not None and waited < PATIENCE:\n",
-    "        if reason is not None:\n",
-)
 def test_nobody_is_refused_for_as_long_as_the_sdk_tries() -> None:
     queue = Queue().add(1, 2, 3, 4)
     waited = []
@@ -112,7 +97,6 @@ def test_nobody_is_refused_for_as_long_as_the_sdk_tries() -> None:
     assert refusal(queue, 6) is not None  # each on its own
 
 
-@pytest.mark.mutation("refused-id-is-a-gap", "run_queue.py", "            queue.commands.refuse(seq_id, now)\n", "")
 def test_refused_id_is_no_gap_for_a_step_to_skip() -> None:
     queue = Queue().add(1, 2, 3, 4)
     assert refusal(queue, 5) is not None

@@ -59,12 +59,6 @@ async def test_a_gradient_begins_anew_after_its_client_has_read_the_failure() ->
     assert not sent.queue.commands.poisoned
 
 
-@pytest.mark.mutation(
-    "requests-of-a-call-apart",
-    "run_queue.py",
-    "            later = self.commands.after(seq_id)\n",
-    "            later: list[Command] = []\n",
-)
 async def test_the_first_request_of_a_call_arrives_last_and_was_sent_with_the_others() -> None:
     sent = Sent()
     failed, second = await sent.gradient(1), await sent.gradient(3)

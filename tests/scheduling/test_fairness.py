@@ -69,7 +69,6 @@ def test_command_larger_than_the_budget_goes_alone() -> None:
     assert sorted(offer.cost for _, offer in fair.take_batch(100)) == [10, 10, 10]
 
 
-@pytest.mark.mutation("waiting-saves-up", "fairness.py", "            self.deficit = 0\n", "")
 def test_who_has_nothing_to_take_saves_nothing_up() -> None:
     """After a hundred batches in each of which it could have taken more, a session gets what the others get."""
     waits, other = Model("s"), Model("t", [gradient(10)] * 10_000)

@@ -58,9 +58,6 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.mutation(
-    "image-threads-for-one-owner", "image_turns.py", "if count >= self._threads - 1 or self", "if self"
-)
 async def test_two_sessions_of_one_owner_leave_an_image_thread_to_another() -> None:
     renderings = Renderings(ImageTurns(4))
     alices = [f"alice/{session}/{number}" for number in range(4) for session in (1, 2)]
@@ -77,9 +74,6 @@ async def test_one_session_leaves_a_thread_to_another_of_its_owner() -> None:
     assert renderings.inside == ["alice/1/0", "alice/1/1", "alice/2/0"]
 
 
-@pytest.mark.mutation(
-    "image-turns-by-age-alone", "image_turns.py", "fewest = (count, self._of_session[session_id])", "fewest = (0, 0)"
-)
 async def test_the_owner_and_the_session_with_the_fewest_are_next() -> None:
     renderings = Renderings(ImageTurns(4))
     await renderings.begin("alice/1/0", "alice/1/1", "alice/2/0", "bob/1/0")
@@ -110,12 +104,6 @@ async def test_a_turn_that_was_just_given_to_one_that_gives_up_goes_to_the_next(
     assert not turns._of_owner
 
 
-@pytest.mark.mutation(
-    "rendered-pixels-without-bound",
-    "image_turns.py",
-    "self._threads - 1 or self.memory.over(owner):",
-    "self._threads - 1:",
-)
 async def test_prompts_are_rendered_only_while_their_owner_has_memory_left() -> None:
     turns = ImageTurns(4, most=100)
     renderings = Renderings(turns)
@@ -174,15 +162,6 @@ async def started(preparations: Preparations) -> int:
     return count
 
 
-@pytest.mark.mutation(
-    "prepared-pixels-without-bound", "train_scheduler.py", "(queue.owner not in over or self._needed(queue))", "True"
-)
-@pytest.mark.mutation(
-    "owner-over-its-share-prepares-nothing",
-    "train_scheduler.py",
-    "(queue.owner not in over or self._needed(queue))",
-    "queue.owner not in over",
-)
 async def test_gradients_are_prepared_only_while_their_owner_has_memory_left() -> None:
     """And one of the owner that can run, whatever the others hold that cannot."""
     preparations = Preparations(1000, most=100)
@@ -210,8 +189,8 @@ async def test_gradients_are_prepared_only_while_their_owner_has_memory_left() -
 
 
 @pytest.mark.mutation(
-    "preparations-for-one-owner", "train_scheduler.py", "if count >= AT_ONCE_OF_AN_OWNER or (", "if (",
-)  # fmt: skip
+    "preparations-for-one-owner", "Preparations._next", "if count >= AT_ONCE_OF_AN_OWNER or (", "if ("
+)
 async def test_sessions_of_one_owner_leave_preparations_to_another() -> None:
     preparations, never = Preparations(1000), asyncio.Event()
 

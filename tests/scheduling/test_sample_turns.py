@@ -60,12 +60,6 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.mutation(
-    "places-kept-for-newcomers",
-    "sample_turns.py",
-    "if self.sequences >= self.places + RESERVED:",
-    "if self.sequences >= self.places:",
-)
 async def test_a_short_sample_starts_at_once_beside_any_number_of_long_ones() -> None:
     """64 requests of 1,024 sequences; a real sampler has room for them all, and would finish them first."""
     places = Places(256)
@@ -125,12 +119,6 @@ async def test_sessions_get_equal_places_whatever_they_send() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@pytest.mark.mutation(
-    "owners-get-places-by-their-sessions",
-    "sample_turns.py",
-    "        session.owner.held += places\n",
-    "",
-)
 async def test_owners_get_equal_places_however_many_sessions_they_have() -> None:
     places = Places(240)
     tasks = [places.sample(f"a{number}", 1024, owner="a") for number in range(9)]
@@ -148,9 +136,6 @@ async def test_owners_get_equal_places_however_many_sessions_they_have() -> None
     assert not places.turns._owners
 
 
-@pytest.mark.mutation(
-    "prompts-without-bound", "sample_turns.py", "self.unread + length > self.prompts_ahead", "self.unread > 2**60"
-)
 async def test_a_sampler_has_few_unread_prompts_and_one_of_a_newcomer() -> None:
     """64 prompts of 4,000 positions once came before another session's two tokens."""
     places, long = Places(256), RenderedInput(np.zeros(PROMPTS_AHEAD // 8, np.int32))

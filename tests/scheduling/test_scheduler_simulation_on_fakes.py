@@ -89,13 +89,6 @@ def check_no_starvation(world: World) -> None:
             assert sent.ran_after - sent.ready_after <= own + turns * world.quantum + others
 
 
-@pytest.mark.mutation("budget-of-a-call-not-kept", "fairness.py", "                    left -= offer.positions\n", "")
-@pytest.mark.mutation(
-    "unready-model-holds-others-up",
-    "train_scheduler.py",
-    "        until = min(latest, self._wait_limit)\n",
-    "        until = latest + 1e9\n",
-)
 @pytest.mark.parametrize("bounds", [UNBOUNDED, TIGHT], ids=["unbounded", "tight"])
 @pytest.mark.parametrize("seeds", [range(at, at + 10) for at in range(0, 40, 10)], ids=str)
 def test_random_traffic_keeps_order_budget_and_starves_nobody_on_fakes(seeds: range, bounds: Bounds) -> None:
@@ -134,12 +127,6 @@ async def backlog(world: World, model: Model, sizes: Callable[[], int], count: i
             world.submit(model, model.ids(1)[0], "optim_step")
 
 
-@pytest.mark.mutation(
-    "share-of-a-model-not-of-a-session",
-    "fairness.py",
-    "                session.begin_turn(self._quantum)\n",
-    "                session.begin_turn(self._quantum * len(session.models))\n",
-)
 @pytest.mark.parametrize("steps", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_sessions_get_the_same_however_many_models_they_have_on_fakes(seed: int, steps: bool) -> None:
@@ -167,7 +154,6 @@ def test_sessions_get_the_same_however_many_models_they_have_on_fakes(seed: int,
         assert largest_difference(world, a, b) <= bound
 
 
-@pytest.mark.mutation("steps-are-free", "fairness.py", "                session.debt += offer.cost\n", "")
 def test_one_session_with_many_saves_keeps_nobody_waiting_on_fakes() -> None:
     """Steps are paid for: between two batches a session runs a quantum of them, and not all it has."""
 
@@ -191,7 +177,6 @@ def test_one_session_with_many_saves_keeps_nobody_waiting_on_fakes() -> None:
     assert sum(saves) == 300
 
 
-@pytest.mark.mutation("longest-batch-always", "fairness.py", "                return []\n", "                pass\n")
 def test_step_behind_a_gradient_waits_for_one_turn_of_the_others_on_fakes() -> None:
     """A long chain of another session, or of the same session, fills no batch on which a step waits."""
 
@@ -270,12 +255,6 @@ async def closed_loop(world: World, model: Model, rng: random.Random, *, away: f
             await outcome(sent.operation)
 
 
-@pytest.mark.mutation(
-    "clients-never-expected-back",
-    "train_scheduler.py",
-    "        if self._waits_for_company():\n",
-    "        if False:\n",
-)
 def test_clients_that_wait_for_their_results_run_together_on_fakes() -> None:
     """The first client back does not run alone; else half of them would always run while the other half waits."""
 
@@ -289,9 +268,6 @@ def test_clients_that_wait_for_their_results_run_together_on_fakes() -> None:
     assert sum(sizes) / len(sizes) > 7.5
 
 
-@pytest.mark.mutation(
-    "clients-always-expected-back", "train_scheduler.py", "q.runs and q.absence <= self._patience and", "q.runs and"
-)
 def test_clients_that_stay_away_are_not_waited_for_on_fakes() -> None:
     """Beside one who comes and goes slowly, the trainer works all the time for one who has always something to run."""
 

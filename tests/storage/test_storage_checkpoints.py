@@ -56,7 +56,7 @@ FILES = ("adapter_model.safetensors", "adapter_config.json", "optimizer.safetens
 
 @pytest.mark.mutation(
     "pickle",
-    "adapter_files.py",
+    "write_adapter",
     "        _save(folder / OPTIMIZER, state.optimizer, metadata)\n",
     "        __import__('pickle').dump(dict(state.optimizer), (folder / 'optimizer.pt').open('wb'))\n",
 )
@@ -141,7 +141,7 @@ def test_a_write_that_fails_leaves_nothing(store: Store, monkeypatch: pytest.Mon
     assert same_tensors(store.read_checkpoint(make_record("a"), optimizer=True), make_state(1))
 
 
-@pytest.mark.mutation("folder-not-synced", "storage/checkpoint_folders.py", "            fsync_path(unfinished)\n", "")
+@pytest.mark.mutation("folder-not-synced", "CheckpointFolders._make", "            fsync_path(unfinished)\n", "")
 def test_everything_is_on_the_disk_before_the_record(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     fsync, commit = os.fsync, store._commit
@@ -167,7 +167,7 @@ def test_everything_is_on_the_disk_before_the_record(store: Store, monkeypatch: 
     assert {str(folder.parents[1]), str(folder.parents[2])} <= set(synced)
 
 
-@pytest.mark.mutation("database-does-not-wait", "database.py", "synchronous = FULL", "synchronous = OFF")
+@pytest.mark.mutation("database-does-not-wait", "_set_pragmas", "synchronous = FULL", "synchronous = OFF")
 def test_sqlite_waits_for_the_disk(store: Store) -> None:
     with store._engine.connect() as connection:
         pragmas = [connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in ("journal_mode", "synchronous")]
@@ -176,7 +176,7 @@ def test_sqlite_waits_for_the_disk(store: Store) -> None:
 
 @pytest.mark.mutation(
     "paths-leave-their-folder",
-    "names.py",
+    "check_checkpoint_name",
     "if not _NAME.fullmatch(name) or len(name) > MAX_NAME_LENGTH:",
     "if len(name) > MAX_NAME_LENGTH:",
 )
@@ -364,12 +364,6 @@ def test_a_second_server_on_the_folder_is_refused_with_the_holder(tmp_path: Path
     Store(tmp_path).close()
 
 
-@pytest.mark.mutation(
-    "lock-follows-links", "data_folder.py", "os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW", "os.O_RDWR | os.O_CREAT"
-)
-@pytest.mark.mutation(
-    "lock-of-any-kind", "data_folder.py", "if stat.S_ISREG(os.fstat(descriptor).st_mode):", "if True:"
-)
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_a_lock_that_another_user_made_beforehand_is_refused_in_one_sentence(tmp_path: Path, kind: str) -> None:
     precious, data = tmp_path / "precious", tmp_path / "data"

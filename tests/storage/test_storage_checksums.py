@@ -47,7 +47,7 @@ def saved(store: Store) -> tuple[CheckpointRecord, Path]:
 
 @pytest.mark.mutation(
     "flipped-bytes-are-loaded",
-    "checksums.py",
+    "checksums.check_files",
     '        if _sha256(folder / name) != each.get("sha256"):\n',
     "        if False:\n",
 )

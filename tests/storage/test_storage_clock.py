@@ -73,12 +73,6 @@ def test_a_clock_that_is_set_right_slowly_is_steady() -> None:
     assert clock.is_steady()
 
 
-@pytest.mark.mutation(
-    "jump-of-the-clock-deletes",
-    "store.py",
-    "        if not self._clock.is_steady():\n            return []\n",
-    "",
-)
 def test_a_jump_forward_deletes_no_checkpoint_within_the_grace_period(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,24 +159,6 @@ def test_a_jump_of_the_clock_prunes_no_session(tmp_path: Path, monkeypatch: pyte
     store.close()
 
 
-@pytest.mark.mutation(
-    "last-checkpoint-by-time",
-    "store.py",
-    "sa.func.max(table.c.save_number).over(",
-    "sa.func.max(table.c.save_number * 0).over(",
-)
-@pytest.mark.mutation(
-    "listings-by-time",
-    "store.py",
-    "table.c.save_number.desc() if first is None",
-    "table.c.created_at.desc() if first is None",
-)
-@pytest.mark.mutation(
-    "numbers-lost-with-the-database",
-    "checkpoint_folders.py",
-    '            save_number=_save_number(given.get("save_number")),\n',
-    "",
-)
 @pytest.mark.parametrize("database", ["kept", "lost"])
 def test_after_the_clock_was_set_back_the_later_save_is_the_last_checkpoint(tmp_path: Path, database: str) -> None:
     store = Store(tmp_path, clock=lambda: START)

@@ -17,7 +17,6 @@ from tinker_local.types import InternalError
 THREADS = 100
 
 
-@pytest.mark.mutation("pool-exhausted", "database.py", "pool_size=8, max_overflow=-1", "pool_size=8, max_overflow=10")
 def test_a_hundred_threads_read_at_the_same_time(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.add_session(SessionRecord("s", datetime(2026, 5, 1, tzinfo=UTC)))
@@ -30,7 +29,6 @@ def test_a_hundred_threads_read_at_the_same_time(tmp_path: Path) -> None:
     store.close()
 
 
-@pytest.mark.mutation("lock-unexplained", "database.py", "if getattr(context", "if False and getattr(context")
 def test_a_database_that_another_program_holds_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "BUSY_SECONDS", 0)
     store = Store(tmp_path)

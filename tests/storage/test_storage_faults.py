@@ -94,7 +94,7 @@ def lose_the_database(folder: Path) -> None:
 
 @pytest.mark.mutation(
     "start-deletes-what-has-no-record",
-    "checkpoint_folders.py",
+    "CheckpointFolders.unrecorded",
     "            elif any((path / mark).exists() for mark in (UNFINISHED, REMOVING)):\n",
     "            elif True:\n",
 )
@@ -127,12 +127,6 @@ def test_an_older_database_than_the_folders_loses_no_checkpoint(
     store.close()
 
 
-@pytest.mark.mutation(
-    "record-without-folder-dropped",
-    "store.py",
-    "                    connection.execute(change.values(missing=not record.missing))\n",
-    "                    connection.execute(sa.delete(tables.checkpoints).where(_is(record)))\n",
-)
 def test_folders_mounted_too_late_are_missing_until_they_are_there(
     killed: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -235,12 +229,6 @@ def damage(described: dict[str, Any]) -> dict[str, Callable[[], str]]:
     }
 
 
-@pytest.mark.mutation(
-    "only-expected-damage",
-    "checkpoint_folders.py",
-    "except Exception as error:  # a file may hold anything, and the server starts all the same",
-    "except (ValueError, LookupError, OSError) as error:",
-)
 @pytest.mark.parametrize("how", ["nested", "list", "infinity", "half a character"])
 def test_a_description_that_may_hold_anything_stops_no_start(
     tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
@@ -261,7 +249,6 @@ def test_a_description_that_may_hold_anything_stops_no_start(
     store.close()
 
 
-@pytest.mark.mutation("links-adopted", "checkpoint_folders.py", "        if links:\n", "        if False:\n")
 def test_a_folder_with_links_is_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An export of it would be downloaded, and may lead to any file that the server can read."""
     store = Store(tmp_path)
@@ -278,12 +265,6 @@ def test_a_folder_with_links_is_no_checkpoint(tmp_path: Path, caplog: pytest.Log
     store.close()
 
 
-@pytest.mark.mutation(
-    "times-as-described",
-    "recovery.py",
-    "    return otherwise if found.tzinfo is None else found\n",
-    "    return found\n",
-)
 @pytest.mark.parametrize("time", ["yesterday", "2026-01-01T00:00:00"])
 def test_times_of_a_description_that_are_none_are_those_of_the_checkpoint(tmp_path: Path, time: str) -> None:
     store = Store(tmp_path)
@@ -324,7 +305,6 @@ def test_run_and_session_of_an_adopted_checkpoint_are_recorded_as_they_were(tmp_
     store.close()
 
 
-@pytest.mark.mutation("older-folder-wins", "recovery.py", "_is_newer(known, record)", "_is_newer(record, known)")
 @pytest.mark.parametrize("hours", [1, -1], ids=["clock-runs", "clock-set-back"])
 def test_of_two_folders_of_one_name_the_newer_is_the_checkpoint_and_the_older_is_put_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, hours: int
@@ -390,9 +370,6 @@ def test_start_removes_only_what_is_marked_as_unfinished_or_being_removed(
     store.close()
 
 
-@pytest.mark.mutation(
-    "deleted-checkpoint-comes-back", "store.py", "                self._folders.mark_removing(record)\n", ""
-)
 def test_what_was_deleted_does_not_come_back_when_the_server_was_killed_before_its_folder_was(tmp_path: Path) -> None:
     store = Store(tmp_path)
     written = store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)

@@ -88,13 +88,11 @@ def test_acknowledged_checkpoints_survive_kill_minus_nine(
 
 @pytest.mark.mutation(
     "recorded-before-it-is-written",
-    "store.py",
+    "Store.write_checkpoint",
     "            written = self._folders.write(record, state, self._belongs_to(record), encrypt)\n"
-    "            try:\n"
-    "                replaced = self._commit(written, overwrite)\n",
+    "            try:\n                replaced = self._commit(written, overwrite)\n",
     "            replaced = self._commit(record, overwrite)\n"
-    "            try:\n"
-    "                written = self._folders.write(record, state)\n",
+    "            try:\n                written = self._folders.write(record, state)\n",
 )
 @pytest.mark.parametrize("moment", ["write_adapter", "_put_in_place", "_commit", "remove_folder"])
 def test_a_write_cut_off_at_any_step_leaves_old_or_new(tmp_path: Path, moment: str) -> None:

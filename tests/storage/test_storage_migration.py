@@ -102,9 +102,6 @@ def check(folder: Path) -> None:
         assert connection.execute("SELECT version FROM schema").fetchall() == [(tables.SCHEMA_VERSION,)]
 
 
-@pytest.mark.mutation(
-    "old-data-folder-as-it-is", "database.py", "        _migrate(engine, version)\n", "        pass\n"
-)
 def test_a_folder_of_version_1_opens_with_everything_in_it(old_folder: Path) -> None:
     check(old_folder)
     store = Store(old_folder)  # and again
@@ -147,12 +144,6 @@ def test_the_tables_of_an_old_folder_are_those_of_a_new_one(old_folder: Path, tm
     assert columns[0] == columns[1]
 
 
-@pytest.mark.mutation(
-    "old-checkpoints-by-time",
-    "database.py",
-    "connection.execute(sa.update(table).where(table.c.save_number == 0).values(save_number=table.c.number))",
-    "pass",
-)
 def test_checkpoints_of_an_old_folder_are_in_the_order_in_which_they_were_recorded(old_folder: Path) -> None:
     """In which the clock was set back: the times of the second and the third are before that of the first."""
     later = [("second", -2_000_000), ("third", -3_000_000), ("fourth", 5)]

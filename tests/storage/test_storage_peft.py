@@ -33,9 +33,6 @@ def tiny_qwen3() -> Qwen3ForCausalLM:
     ).eval()
 
 
-@pytest.mark.mutation(
-    "saved-with-another-rank", "training/trainer.py", '"r": self.lora_config.rank,', '"r": 2 * self.lora_config.rank,'
-)
 @pytest.mark.parametrize("targets", [TARGETS, (*TARGETS, "lm_head")])
 def test_peft_loads_a_checkpoint_folder(tmp_path: Path, targets: tuple[str, ...]) -> None:
     tokens = torch.arange(10)[None]
@@ -61,12 +58,6 @@ def test_peft_loads_a_checkpoint_folder(tmp_path: Path, targets: tuple[str, ...]
     assert not torch.allclose(plain, expected, atol=1e-3)
 
 
-@pytest.mark.mutation(
-    "folder-names-the-first-of-a-models-names",
-    "storage/checkpoint_folders.py",
-    "write_adapter(folder, replace(state, base_model=record.base_model))",
-    "write_adapter(folder, state)",
-)
 def test_folder_names_the_base_model_as_the_run_asked_for_it(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for kind in ("weights", "sampler_weights", "external_weights"):

@@ -28,7 +28,6 @@ def run_record(run: str, minutes: int = 0) -> TrainingRunRecord:
     return TrainingRunRecord(run, "s", "org/base", config, created, created, {"note": "x"})
 
 
-@pytest.mark.mutation("last-reason-of-a-session-wins", "metadata.py", " & table.c.ended_at.is_(None)\n", "\n")
 def test_sessions_come_back_equal_and_end_once(store: Store) -> None:
     plain = SessionRecord("s1", START)
     full = SessionRecord("s2", START, {"a": {"b": 1}}, ("t1", "t2"), "name")
@@ -135,14 +134,6 @@ def test_hundreds_of_threads_at_once(store: Store) -> None:
     assert errors == []
 
 
-@pytest.mark.mutation(
-    "bodies-in-the-database",
-    "tables.py",
-    '    Column("user_metadata", JSON, nullable=False),\n    Column("tags", JSON, nullable=False),\n',
-    '    Column("user_metadata", JSON, nullable=False),\n'
-    '    Column("tags", JSON, nullable=False),\n'
-    '    Column("body", __import__("sqlalchemy").LargeBinary),\n',
-)
 def test_nothing_of_a_request_body_is_kept(store: Store) -> None:
     """The database holds metadata only: no column can hold tensors or bytes."""
     kinds = {type(column.type) for table in tables.metadata.tables.values() for column in table.columns}

@@ -32,12 +32,6 @@ CASES: dict[str, Callable[[], AdapterState]] = {
 }
 
 
-@pytest.mark.mutation(
-    "unloadable-saves",
-    "adapter_files.py",
-    "    if fault := _fault({WEIGHTS: state.tensors, OPTIMIZER: state.optimizer or {}}):\n",
-    "    if fault := '':\n",
-)
 @pytest.mark.parametrize("case", CASES)
 def test_a_save_of_what_could_not_be_loaded_is_refused_and_replaces_nothing(case: str, tmp_path: Path) -> None:
     opened = Store(tmp_path)
@@ -75,7 +69,6 @@ def of_an_older_server(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     connection.close()
 
 
-@pytest.mark.mutation("old-saves-unexamined", "storage/store.py", "self._examine_for(EXAMINE_SECONDS)", "pass")
 def test_saves_of_an_older_server_that_cannot_be_loaded_are_listed_as_unusable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

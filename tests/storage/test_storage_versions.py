@@ -153,23 +153,6 @@ async def test_a_version_that_cannot_be_written_stays_in_memory(
     versions.close()
 
 
-@pytest.mark.mutation(
-    "any-number-of-unwritten-versions", "versions.py", "            await self._room.acquire()", "            pass"
-)
-@pytest.mark.mutation(
-    "written-version-keeps-its-place",
-    "versions.py",
-    "            version.writing.add_done_callback(lambda _: self._leave_room(version))\n",
-    "",
-    cases=("write",),
-)
-@pytest.mark.mutation(
-    "removed-version-keeps-its-place",
-    "versions.py",
-    "if version.writing is None:\n                self._leave_room(version)",
-    "if version.writing is None:\n                pass",
-    cases=("remove",),
-)
 @pytest.mark.parametrize("relieve", ["write", "remove"])
 async def test_only_a_few_versions_are_in_memory_alone(tmp_path: Path, relieve: str) -> None:
     """Who saves faster than the disk takes it waits, until a version has its folder or is not wanted any more."""
@@ -192,9 +175,6 @@ async def test_only_a_few_versions_are_in_memory_alone(tmp_path: Path, relieve: 
     versions.close()
 
 
-@pytest.mark.mutation(
-    "newest-version-spilled-first", "versions.py", "self._spill(older.pop(0))", "self._spill(older.pop())"
-)
 async def test_older_versions_move_to_disk_and_keep_their_path_and_content(tmp_path: Path, memory: Path) -> None:
     versions = VersionFolders(tmp_path / "data", shared_memory=memory, memory_bytes=2 * SIZE)
     paths = [await add(versions, f"v{n}", make_state(n, optimizer=False)) for n in range(5)]
@@ -304,9 +284,6 @@ os.kill(os.getpid(), 9)
     assert found(memory, "*/") == [foreign]
 
 
-@pytest.mark.mutation(
-    "links-in-shared-memory-followed", "versions.py", "found = folder.lstat()", "found = folder.stat()"
-)
 def test_names_that_another_user_made_beforehand_in_shared_memory_are_left_alone(tmp_path: Path, memory: Path) -> None:
     own, precious = tmp_path / "own", tmp_path / "precious"
     own.mkdir()
@@ -322,12 +299,6 @@ def test_names_that_another_user_made_beforehand_in_shared_memory_are_left_alone
     assert precious.read_text() == "mine"
 
 
-@pytest.mark.mutation(
-    "lock-of-a-removed-folder-counts",
-    "versions.py",
-    "            if lock.is_in_place:\n                return folder, lock\n",
-    "            if True:\n                return folder, lock\n",
-)
 def test_a_folder_that_another_server_removes_while_it_is_locked_is_made_again(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

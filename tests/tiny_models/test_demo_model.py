@@ -44,12 +44,6 @@ def test_demo_model_reads_an_image_as_one_token_and_tells_strokes_apart(folder: 
     assert likeness[0, 1] < 0.9
 
 
-@pytest.mark.mutation(
-    "demo-tower-without-discriminants",
-    "packages/backend/src/tinker_local/backend/tiny_models/demo_model.py",
-    "whiten = axes / np.sqrt(variances + _RIDGE * variances.mean())",
-    "whiten = axes",
-)
 def test_a_linear_classifier_of_the_towers_features_reads_digits_that_it_has_not_seen(folder: Path) -> None:
     """Folds of the demo's training digits: the digits that the demo holds out take no part."""
     data = load_digits()

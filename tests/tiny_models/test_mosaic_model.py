@@ -76,12 +76,6 @@ def test_a_preset_of_a_vision_model_is_refused_for_text(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-@pytest.mark.mutation(
-    "preset-on-another-tower",
-    "cli/tiny_model.py",
-    '    if preset != "tiny" and family not in presets[preset]:\n',
-    "    if False:\n",
-)
 def test_the_demos_preset_is_refused_for_another_vision_tower(tmp_path: Path) -> None:
     out = tmp_path / "model"
     done = CliRunner().invoke(tiny_model, ["--kind", "qwen2_5_vl", "--preset", "demo", "--out", str(out)])

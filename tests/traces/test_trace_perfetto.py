@@ -1,6 +1,5 @@
 """Timelines as Perfetto's packets."""
 
-import pytest
 from tinker_local.backend.perfetto import OwnerTrack, SessionTrace, packets
 from tinker_local.backend.scheduling.operations import Stage, Timeline
 from tinker_local.types.wire.perfetto_trace_pb2 import Trace
@@ -22,12 +21,6 @@ def built(*timelines: Timeline, training: tuple[Timeline, ...] = ()) -> ReadTrac
     return read_trace(Trace(packet=packets(trace)).SerializeToString())
 
 
-@pytest.mark.mutation(
-    "trace-with-slices-that-overlap",
-    "perfetto.py",
-    "            while taken and taken[0][0] <= timeline.stages[0][1]:\n",
-    "            while taken:\n",
-)
 def test_operations_that_overlap_lie_on_lines_of_their_own_and_lines_are_used_again() -> None:
     first, second = timeline(0, ("waiting", 10), ended=20), timeline(1, ("waiting", 15), ended=30)
     third, endless = timeline(2, ("waiting", 20), ended=40), timeline(3, ("waiting", 21))

@@ -60,12 +60,6 @@ def by_autograd(tensors: Any, grad: torch.Tensor, rule: AttentionRule, image: to
     return torch.autograd.grad(torch.einsum("nqk,knd->qnd", weights, value), leaves, grad)
 
 
-@pytest.mark.mutation(
-    "softmax-backward-by-the-output",
-    "attention.py",
-    "grad_weights.sub_((weights * grad_weights).sum(-1, keepdim=True))",
-    "grad_weights.sub_((grad * (weights.to(grad.dtype) @ self.value)).sum(-1, keepdim=True, dtype=wide))",
-)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("window", "softcap", "sinks", "images"),
@@ -103,13 +97,13 @@ def test_gradients_through_nearly_one_hot_attention_are_as_exact_as_torchs(
         assert not gradients[0][0].any()
 
 
-@pytest.mark.mutation("window-ignored", "attention.py", "hidden | (queries - keys >= rule.window)", "hidden")
+@pytest.mark.mutation("window-ignored", "_Portion._scores", "hidden | (queries - keys >= rule.window)", "hidden")
 @pytest.mark.mutation(
-    "soft-cap-without-its-derivative", "attention.py", "grad_scores *= 1 - capped * capped", "grad_scores *= 1"
+    "soft-cap-without-its-derivative", "_Portion.backward", "grad_scores *= 1 - capped * capped", "grad_scores *= 1"
 )
 @pytest.mark.mutation(
     "sinks-without-a-share",
-    "attention.py",
+    "_Portion._softmax",
     "torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]",
     "scores.softmax(-1)",
 )

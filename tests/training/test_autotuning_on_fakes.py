@@ -8,8 +8,6 @@ import pytest
 import torch
 
 
-@pytest.mark.mutation("failed-choices-kept", "autotuning.py", "del kernels[key]", "pass")
-@pytest.mark.mutation("choices-compiled-one-by-one", "autotuning.py", "and config == choices[0]", "and False")
 def test_all_choices_are_compiled_in_threads_before_the_first_is_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -58,7 +58,6 @@ def curve(trainer: Any, make: Any) -> Any:
     return np.array(losses)
 
 
-@pytest.mark.mutation("residual-without-gradient")
 def test_the_loss_curve_equals_the_stored_one(golden_model: Any, make: Any) -> None:
     with InFloat64():
         losses = curve(HFTrainer(str(golden_model), name="golden", dtype="float64", device="cpu"), make)

@@ -33,7 +33,7 @@ def image_arguments(rendered: RenderedInput) -> Any:
 
 @pytest.mark.mutation(
     "positions-after-an-image",
-    "qwen_vision.py",
+    "mrope_position_ids",
     "next_position += max(rows, columns)",
     "next_position += rows * columns",
 )
@@ -53,10 +53,10 @@ def test_positions_equal_those_of_transformers(family: str, images: Any, make: A
 
 @pytest.mark.mutation(
     "pad-ids-found-by-the-trainer",
-    "embedding.py",
-    "image_rows = to_device(part.image_rows, device)",
-    "image_rows = to_device(np.flatnonzero(part.packed.token_ids =="
-    " loaded.model.config.image_token_id)[: len(part.image_rows)], device)",
+    "packed_row",
+    "to_device(part.image_rows, device)",
+    "to_device(np.flatnonzero(part.packed.token_ids == loaded.model.config.image_token_id)"
+    "[: len(part.image_rows)], device)",
 )
 @pytest.mark.parametrize("family", VISION)
 def test_a_pad_id_that_came_as_text_is_text(family: str, make: Any, trainer: Any, model_path: Any) -> None:
@@ -97,7 +97,7 @@ def test_pad_ids_in_pure_text_are_text(family: str, make: Any, trainer: Any, mod
 
 @pytest.mark.mutation(
     "image-encoded-for-every-datum",
-    "packing.py",
+    "_place_images",
     "key = own, placement.image.content_hash",
     "key = own, f'{placement.image.content_hash}/{item.index}'",
 )

@@ -30,12 +30,6 @@ def check(compiler: Compiler) -> None:
     assert not forgotten, f"kernels_on_cards.py launches none of {', '.join(forgotten)}"
 
 
-@pytest.mark.mutation(
-    "blocks-of-a-large-card-everywhere",
-    "triton_experts.py",
-    "block = 32 if rank_block > 64 and available < 114 * 1024 else 64",
-    "block = 64",
-)
 def test_every_kernel_fits_a_card_with_little_shared_memory(tmp_path: Path) -> None:
     check(compiled_for(CARDS[89], launch_each_once, tmp_path))
 

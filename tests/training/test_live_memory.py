@@ -46,12 +46,6 @@ class Live(TorchDispatchMode):
         return outputs
 
 
-@pytest.mark.mutation(
-    "backward-of-a-tower-hardly-planned",
-    "training/vision_tower.py",
-    "backward = merged * (16 * hidden + 4 * config.intermediate_size) * itemsize",
-    "backward = merged * 4 * hidden * itemsize",
-)
 def test_the_plan_has_room_for_the_backward_of_a_block_of_a_vision_tower(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the shapes of Qwen3-VL-8B; and not twice as much."""
 
@@ -96,12 +90,6 @@ def test_the_plan_has_room_for_the_backward_of_a_block_of_a_vision_tower(monkeyp
     assert tower.sizes(2).kept == 4 * 2 * 1152 * 2
 
 
-@pytest.mark.mutation(
-    "whole-product-of-a-gated-mlp",
-    "training/decoders/gated_mlp.py",
-    "        part = slice(start, start + _ROWS)\n        yield",
-    "        part = slice(start, start + len(flat[0]))\n        if start:\n            break\n        yield",
-)
 def test_the_backward_of_a_checkpointed_layer_has_gate_and_up_in_memory_and_no_third_of_their_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -42,7 +42,6 @@ def trainer_of(folder: Path, decoder: Any, context: int | None, dtype: str) -> A
     return HFTrainer(str(folder), name="longrope", max_context_length=context, **options)
 
 
-@pytest.mark.mutation("frequencies-by-the-row")
 @pytest.mark.parametrize("decoder", ["written-out", "autograd"])
 def test_a_sequence_packed_beside_one_beyond_the_original_length_equals_it_alone(
     decoder: str, folder: Path, make: Any, add_adapter: Any, gradients: Any, assert_close: Any

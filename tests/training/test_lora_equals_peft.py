@@ -57,28 +57,28 @@ def peft_logprobs(model: Any, datum: TrainDatum) -> torch.Tensor:
 
 @pytest.mark.mutation(
     "scale-without-rank",
-    "lora.py",
+    "Adapter.__init__",
     "self.scale = LORA_ALPHA / config.rank",
     "self.scale = 1.0",
     cases=("qwen3-attention-float64",),
 )
 @pytest.mark.mutation(
     "scale-forgotten-in-the-gradient",
-    "lora_batch.py",
+    "LoraBatch.add_gradients",
     "columns.start : columns.stop], alpha=adapter.scale)",
     "columns.start : columns.stop])",
     cases=("qwen3-attention-float64",),
 )
 @pytest.mark.mutation(
     "residual-without-gradient",
-    "kernels.py",
+    "TorchKernels.rms_norm_backward",
     "found if residual is None else residual + found",
     "found",
     cases=("qwen3-attention-float64",),
 )
 @pytest.mark.mutation(
     "trainers-positions",
-    "families/family.py",
+    "text_position_ids",
     "np.arange(input.length, dtype=np.int64)[None]",
     "2 * np.arange(input.length, dtype=np.int64)[None]",
     cases=("qwen3-attention-float64",),

@@ -13,7 +13,6 @@ ALPHA = 32
 """Repeated here, because a test that imports the constant would agree with any value."""
 
 
-@pytest.mark.mutation("another-alpha", "training/trainer.py", "LORA_ALPHA = 32\n", "LORA_ALPHA = 16\n")
 @pytest.mark.parametrize("rank", [1, 4, 32])
 def test_an_adapter_is_the_base_plus_32_over_rank_times_b_a(
     rank: Any, trainer: Any, model_path: Any, make: Any, add_adapter: Any

@@ -31,10 +31,7 @@ def with_other_tokens(datum: Any, make: Any) -> Any:
 
 
 @pytest.mark.mutation(
-    "one-segment-for-all",
-    "embedding.py",
-    "Segments(lengths, device,",
-    "Segments((sum(lengths),), device,",
+    "one-segment-for-all", "packed_row", "Segments(lengths, device,", "Segments((sum(lengths),), device,"
 )
 @pytest.mark.parametrize(
     ("family", "with_images"), [(f, i) for f in FAMILIES for i in (False, True) if f != "qwen3" or not i]
@@ -55,16 +52,9 @@ def test_changing_one_datum_leaves_the_others_logprobs_unchanged(
 
 @pytest.mark.mutation(
     "images-at-the-start-of-the-batch",
-    "packing.py",
+    "_place_images",
     "int(start) + placement.offset, placement.image",
     "placement.offset, placement.image",
-    cases=("qwen3_vl",),
-)
-@pytest.mark.mutation(
-    "no-rows-of-pixels",
-    "embedding.py",
-    "    if not part.images and own is None:\n",
-    "    if part.images is None:\n",
     cases=("qwen3_vl",),
 )
 @pytest.mark.parametrize("family", FAMILIES)
@@ -128,7 +118,7 @@ def test_chunks_of_the_lm_head_do_not_matter(
 
 @pytest.mark.mutation(
     "recomputed-without-adapters",
-    "mlp_block.py",
+    "MlpPass.restore",
     "self.h_down = low_rank.down(self._active(gate_up))",
     "self.h_down = 0 * low_rank.down(self._active(gate_up))",
 )

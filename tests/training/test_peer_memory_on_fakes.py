@@ -82,9 +82,6 @@ def spoiled(open_: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@pytest.mark.mutation(
-    "peers-bytes-not-compared", "peer_memory.py", "if found != shared[each][0][1][number]:", "if False:"
-)
 def test_fake_ranks_that_read_other_bytes_read_none(monkeypatch: pytest.MonkeyPatch, parts: Any) -> None:
     monkeypatch.setattr(HostMemory, "open", spoiled(HostMemory.open))
     for fault in connected(monkeypatch, parts):
@@ -93,7 +90,7 @@ def test_fake_ranks_that_read_other_bytes_read_none(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.mutation(
     "rank-gathers-alone",
-    "peer_memory.py",
+    "peer_memory.connect",
     'fault = next((said for said in _all(fault, group) if said), "")',
     "_all(fault, group)",
 )

@@ -14,18 +14,6 @@ from tinker_local.backend.training.spare_memory import leave_spare_memory, take_
 FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "gemma3_text", "qwen3", "qwen3_untied", "qwen2_5_vl", "qwen3_vl")
 
 
-@pytest.mark.mutation(
-    "kept-on-meta-counted-once",
-    "training/decoders/autograd.py",
-    "kept[-1][storage._cdata] = storage.nbytes()",
-    "kept[-1][storage.data_ptr()] = storage.nbytes()",
-)
-@pytest.mark.mutation(
-    "plan-of-the-other-decoder",
-    "training/load_model.py",
-    "found = make_decoder(model, family, kernels, decoder, config.name_or_path)",
-    'found = make_decoder(model, family, kernels, "auto", config.name_or_path)',
-)
 @pytest.mark.parametrize("decoder", ["auto", "autograd"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_decoder_without_values_tells_the_memory_of_the_loaded_one(
@@ -40,9 +28,6 @@ def test_a_decoder_without_values_tells_the_memory_of_the_loaded_one(
         assert parameters == sum(parameter.numel() for parameter in loaded.model.parameters())
 
 
-@pytest.mark.mutation(
-    "share-of-the-device-ignored", "recompute_policy.py", "int(min(free + unused, allowed))", "int(free + unused)"
-)
 def test_activations_keep_to_the_share_of_the_device_that_a_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 100 bytes 70 are free, this process has 20 and caches 4 of them."""
     numbers = {"mem_get_info": (70, 100), "memory_allocated": 16, "memory_reserved": 20}
@@ -59,7 +44,6 @@ def test_activations_keep_to_the_share_of_the_device_that_a_process_has(monkeypa
         assert free_bytes(torch.device("cuda", 1)) == expected
 
 
-@pytest.mark.mutation("no-spare-memory", "spare_memory.py", "+ free - SPARE_BYTES", "+ free")
 def test_a_trainer_leaves_memory_to_others_and_what_it_has_in_use_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a card of 80 GiB, by the numbers that CUDA would give."""
     gib, limits = 2**30, [1.0]

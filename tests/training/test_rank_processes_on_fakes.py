@@ -104,12 +104,6 @@ async def test_a_rank_killed_in_a_step_ends_all_and_runs_go_on_from_their_save_o
     assert pids_of(api, OTHER) == others
 
 
-@pytest.mark.mutation(
-    "ranks-left-behind",
-    "process_group.py",
-    "        for process in self._processes:\n            with suppress(ProcessLookupError, PermissionError):",
-    "        for process in self._processes[:1]:\n            with suppress(ProcessLookupError, PermissionError):",
-)
 async def test_a_rank_that_is_stopped_ends_all_when_the_time_limit_is_over_on_fakes(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,12 +118,6 @@ async def test_a_rank_that_is_stopped_ends_all_when_the_time_limit_is_over_on_fa
     await losses(api, await api.model(), 1, 1)
 
 
-@pytest.mark.mutation(
-    "ranks-on-one-gpu",
-    "load_engines.py",
-    "environments = [environment_of([gpu]) for gpu in options.train_gpus]",
-    "environments = [environment_of([options.train_gpus[0]]) for gpu in options.train_gpus]",
-)
 def test_train_gpus_are_the_ranks_that_each_see_one_of_them_on_fakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -277,7 +277,7 @@ def test_a_failure_on_one_rank_is_one_of_all_and_changes_nothing(two: Any, place
 @pytest.mark.more  # a part of the tests above, for mutations
 @pytest.mark.mutation(
     "gradients-averaged-over-ranks",
-    "joined_ranks.py",
+    "JoinedRanks.add_up",
     "        dist.all_reduce(tensor)\n",
     "        dist.all_reduce(tensor)\n        tensor /= self.size\n",
 )
@@ -289,7 +289,7 @@ def test_gradients_of_two_ranks_are_those_of_one_in_short(folder: Path, short: A
 @pytest.mark.more
 @pytest.mark.mutation(
     "stepped-before-all-ranks-have",
-    "worker.py",
+    "HFTrainer._stepped",
     "stepped = adapter if self._ranks.size == 1 else adapter.copied(torch.clone)",
     "stepped = adapter",
 )
@@ -300,7 +300,9 @@ def test_a_failure_on_one_rank_is_one_of_all_in_short(short: Any) -> None:
 
 
 @pytest.mark.more
-@pytest.mark.mutation("ranks-diverge-unnoticed", "joined_ranks.py", "        if differing:\n", "        if False:\n")
+@pytest.mark.mutation(
+    "ranks-diverge-unnoticed", "JoinedRanks.compare", "        if differing:\n", "        if False:\n"
+)
 def test_ranks_that_diverge_are_an_error_in_short(short: Any) -> None:
     for seen in short:
         assert "(rank 1: weights)" in seen["divergence of text"]
@@ -326,12 +328,6 @@ def test_all_ranks_refuse_a_step_that_would_leave_what_is_not_finite(two: Any) -
 
 
 @pytest.mark.more  # four ranks
-@pytest.mark.mutation(
-    "one-copy-of-sharded-weights",
-    "sharded_weights.py",
-    "    if size == dist.get_world_size():\n",
-    "    size = dist.get_world_size()\n    if size == dist.get_world_size():\n",
-)
 def test_four_ranks_with_two_copies_of_sharded_weights_compute_what_one_does(folder: Path, two_hosts: Any) -> None:
     four = two_hosts
     for label in ("image, sharded", "text, sharded"):
@@ -365,9 +361,6 @@ class Spread(Ranks):
     hosts = (0, 0, 1, 1, 2, 2)
 
 
-@pytest.mark.mutation(
-    "weights-sharded-over-hosts", "ranks.py", "            if len(hosts :=", "            if False and len(hosts :="
-)
 def test_ranks_that_share_weights_or_rows_are_on_one_host() -> None:
     Spread().check_neighbours(1, "shards")
     Spread().check_neighbours(2, "shards")

@@ -42,12 +42,6 @@ def rotate(
     return rotated
 
 
-@pytest.mark.mutation(
-    "positions-compared-at-some-alone",
-    "training/rotations.py",
-    "    for start in range(0, limit if layers else 0, at_once):\n",
-    "    for start in ():\n",
-)
 @pytest.mark.parametrize("position", [1, 127, 2048, 3001, LIMIT - 1])
 def test_one_position_that_differs_in_all_layers_is_found_among_all(position: int) -> None:
     def wrong(layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
@@ -97,12 +91,6 @@ def scaled_queries(out: Path) -> Path:
     return folder
 
 
-@pytest.mark.mutation(
-    "decoders-not-compared-at-positions",
-    "training/decoders/__init__.py",
-    "    check_positions(decoder, modules, family, model.config, max_positions)\n",
-    "",
-)
 def test_queries_that_grow_with_their_position_are_trained_as_transformers_computes_them(tmp_path: Path) -> None:
     folder = scaled_queries(tmp_path / "model")
     with pytest.raises(UnsupportedError, match="from position 64 on, queries or keys of layer 0 differ from transform"):

@@ -45,9 +45,6 @@ def walked(head: int | None, *, backward: bool, until: int) -> list[str]:
     return found
 
 
-@pytest.mark.mutation(
-    "walk-left-in-the-middle", "sharded_weights.py", "while self._weights.gathers.together and", "while False and"
-)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("head", [None, LAYERS])
 def test_a_fake_walk_gathers_the_same_units_wherever_it_is_left(head: int | None, backward: bool) -> None:
@@ -60,9 +57,6 @@ def test_a_fake_walk_gathers_the_same_units_wherever_it_is_left(head: int | None
     assert {int(each.split()[1]) for each in gathers[-1]} == set(order)
 
 
-@pytest.mark.mutation(
-    "unit-sent-for-too-late", "sharded_weights.py", "for number in near[:2]:", "for number in near[:1]:"
-)
 def test_a_fake_walk_sends_for_a_unit_before_the_one_in_front_of_it_computes() -> None:
     noted = walked(None, backward=False, until=LAYERS)
     assert noted[:5] == ["gather 0", "gather 1", "compute", "gather 2", "compute"]

@@ -90,12 +90,6 @@ def test_two_ranks_that_share_rows_train_what_one_does(one: Any, two: Any, label
     assert_trained_alike([seen[label] for seen in two], one[label], tolerance(label))
 
 
-@pytest.mark.mutation(
-    "parts-without-each-others-logprobs",
-    "micro_batch.py",
-    "add_up if targets.prepass.any() else",
-    "add_up if False else",
-)
 def test_losses_of_a_whole_datum_know_the_logprobs_of_all_ranks(folder: Path, two: Any) -> None:
     alone = shared_rows_program.of_whole_data(folder)
     assert all(array.any() for array in alone.values())
@@ -109,9 +103,6 @@ def test_the_vision_tower_is_trained_by_images_of_which_each_rank_has_a_part(fol
         assert deviation(seen["tower"], alone) <= 1e-12
 
 
-@pytest.mark.mutation(
-    "row-no-longer-than-for-one-rank", "passes.py", "self._budget.tokens * share", "self._budget.tokens"
-)
 def test_a_row_has_as_many_times_the_positions_as_ranks_share_it(two: Any) -> None:
     for seen in two:
         assert seen["rounds"] == [[[2, 40, 50]], [[60]]]
@@ -195,11 +186,14 @@ class ThreadRanks(RowRanks):
 
 
 @pytest.mark.mutation(
-    "heads-in-order-of-ranks", "shared_rows.py", "unflatten(1, (size, -1))", "unflatten(1, (-1, size)).transpose(1, 2)"
+    "heads-in-order-of-ranks",
+    "SharedRow.to_heads",
+    "unflatten(1, (size, -1))",
+    "unflatten(1, (-1, size)).transpose(1, 2)",
 )
 @pytest.mark.mutation(
     "sinks-of-the-first-heads",
-    "shared_rows.py",
+    "SharedRow.of_heads",
     "rule.sinks.chunk(self.ranks.size)[self.ranks.rank]",
     "rule.sinks.chunk(self.ranks.size)[0]",
 )
@@ -250,7 +244,6 @@ class TellingRanks(JoinedRowRanks):
         self.told.append(GONE)
 
 
-@pytest.mark.mutation("failure-not-told", "joined_ranks.py", "            self._leave()\n", "")
 def test_a_rank_that_fails_tells_those_that_share_its_row_once() -> None:
     ranks = TellingRanks()
 
@@ -266,7 +259,6 @@ def test_a_rank_that_fails_tells_those_that_share_its_row_once() -> None:
     assert ranks.told[2:] == [0], "so that one which fails at the end is noticed"
 
 
-@pytest.mark.mutation("failure-told-twice", "joined_ranks.py", "        except RowLeftError:\n            raise\n", "")
 def test_a_rank_whose_neighbour_has_failed_leaves_and_says_no_more() -> None:
     ranks = TellingRanks(answer=GONE)
     with pytest.raises(RowLeftError), ranks.sharing():
@@ -284,9 +276,6 @@ class Rank(RowRanks):
         self.rank, self.size = rank, size
 
 
-@pytest.mark.mutation(
-    "image-rows-of-the-whole-row", "packing.py", "packed.image_rows[here] - start", "packed.image_rows[here]"
-)
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
 def test_parts_have_every_position_target_and_image_position_once(size: int) -> None:
     make = Maker(np.random.default_rng(0))

@@ -74,12 +74,6 @@ async def loss(api: Api, model: str, seq_id: int) -> float:
     return float(found.metrics["loss:sum"])
 
 
-@pytest.mark.mutation(
-    "adapters-not-restored",
-    "restore_runs.py",
-    "        for run in self._adapters():\n            try:",
-    "        for run in []:\n            try:",
-)
 async def test_a_run_that_was_saved_goes_on_in_a_new_process_to_the_same_bits_on_fakes(start: Start) -> None:
     api = await start()
     session = await api.session()
@@ -104,7 +98,7 @@ async def test_a_run_that_was_saved_goes_on_in_a_new_process_to_the_same_bits_on
 
 
 @pytest.mark.mutation(
-    "goes-on-from-an-older-state", "restore_runs.py", "if (gone := run.would_lose()) is not None:", "if gone := '':"
+    "goes-on-from-an-older-state", "RestoreRuns.lost", "if (gone := run.would_lose()) is not None:", "if gone := '':"
 )
 async def test_a_run_that_was_not_saved_ends_and_says_what_is_lost_and_how_to_go_on_on_fakes(start: Start) -> None:
     api = await start()
@@ -135,13 +129,6 @@ async def autosaved(api: Api, model: str) -> str:
     return record.tinker_path
 
 
-@pytest.mark.mutation(
-    "restored-from-the-last-save-of-the-client",
-    "control/autosaves.py",
-    "        run.saved(written, steps)\n",
-    "        run.saved_steps = steps\n",
-    cases=("autosave",),
-)
 @pytest.mark.parametrize("last", ["autosave", "checkpoint"])
 async def test_a_run_goes_on_from_its_last_checkpoint_or_autosave_to_the_same_bits_on_fakes(
     start: Start, last: str
@@ -204,7 +191,10 @@ async def test_an_autosave_that_a_kill_interrupts_is_none_on_fakes(
 
 
 @pytest.mark.mutation(
-    "lost-gradient-forgotten", "training_runs.py", 'lost" if self.queue.gradient else None', 'lost" if False else None'
+    "lost-gradient-forgotten",
+    "TrainingRun.would_lose",
+    'lost" if self.queue.gradient else None',
+    'lost" if False else None',
 )
 async def test_a_gradient_that_waited_for_its_step_is_not_dropped_in_silence_on_fakes(start: Start) -> None:
     api = await start()
@@ -243,7 +233,6 @@ async def test_a_killed_call_fails_its_request_with_the_checkpoint_and_queued_on
     assert path in await api.failure(queued)
 
 
-@pytest.mark.mutation("healthy-without-a-trainer", "client_routes.py", "if backend.recovering():", "if []:")
 async def test_health_is_503_from_the_death_to_the_restored_trainer_and_liveness_stays_200_on_fakes(
     start: Start,
 ) -> None:
@@ -279,13 +268,6 @@ async def test_other_base_models_and_sampling_do_not_notice_on_fakes(start: Star
     assert pid_of(api, OTHER) == untouched
 
 
-@pytest.mark.mutation(
-    "hangs-for-ever",
-    "process_group.py",
-    "            if late is not None:\n",
-    "            if False:\n",
-    cases=("stopped",),
-)
 @pytest.mark.parametrize("how", ["stopped", pytest.param("hangs", marks=pytest.mark.more)])
 async def test_a_process_that_does_not_answer_in_time_is_replaced_on_fakes(
     start: Start, trainers: ModuleType, monkeypatch: pytest.MonkeyPatch, how: str
@@ -341,9 +323,6 @@ def group_of(size: int, make: Callable[..., Any], trainers: ModuleType) -> "call
     return group
 
 
-@pytest.mark.mutation(
-    "one-of-a-group-without-the-call", "calls.py", "                if at:  #", "                if False:  #"
-)
 def test_a_call_that_only_one_process_of_a_group_got_ends_the_group_on_fakes(
     trainers: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,12 +347,6 @@ def test_a_call_that_only_one_process_of_a_group_got_ends_the_group_on_fakes(
         both.close()
 
 
-@pytest.mark.mutation(
-    "a-failure-alone-waits-for-the-limit",
-    "calls.py",
-    "failed.enter_context(self.group.limit(AFTER_FAILURE_SECONDS))",
-    "pass",
-)
 def test_a_process_that_fails_alone_ends_the_others_that_wait_for_it_on_fakes(
     trainers: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,12 +360,6 @@ def test_a_process_that_fails_alone_ends_the_others_that_wait_for_it_on_fakes(
         both.close()
 
 
-@pytest.mark.mutation(
-    "only-the-first-answer-may-be-a-failure",
-    "calls.py",
-    "len(answers) < len(channels):\n                    failed",
-    "len(answers) == 1:\n                    failed",
-)
 def test_a_process_that_fails_after_another_has_answered_ends_those_that_wait_for_it_on_fakes(
     trainers: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,12 +396,6 @@ async def test_the_processes_of_a_group_end_together_on_fakes(trainers: ModuleTy
     assert ends == ["ended"]
 
 
-@pytest.mark.mutation(
-    "signals-without-a-name-end-the-watch",
-    "process_group.py",
-    "named.get(-status, f'signal {-status}')",
-    "named[-status]",
-)
 def test_a_process_ended_by_a_signal_without_a_name_fails_its_calls_on_fakes(trainers: ModuleType) -> None:
     alone = group_of(1, trainers.numbered, trainers)
     os.kill(alone.group.members[0].pid, signal.SIGRTMIN + 1)

@@ -336,12 +336,6 @@ def test_kill_in_the_middle_of_a_call_fails_it_and_later_ones_at_once_on_fakes(s
     assert trainer.images_encoded == 0
 
 
-@pytest.mark.mutation(
-    "sizes-without-vision-tower",
-    "process_trainer.py",
-    "self._adapter_bytes[*key, config.train_vision] or self._adapter_bytes[*key, False]",
-    "self._adapter_bytes[*key, False]",
-)
 def test_the_size_of_an_adapter_counts_the_vision_tower_on_fakes(start: Make, trainers: ModuleType) -> None:
     """Limits of memory depend on it."""
     seeing, blind = start(trainers.seeing), start()

@@ -177,12 +177,6 @@ def test_several_targets_per_position_with_weights_of_either_sign_on_fakes(
     assert_same_gradient(trainer, hooked, client.model_id)
 
 
-@pytest.mark.mutation(
-    "all-data-have-the-same-outputs",
-    "losses/loss.py",
-    "return self.elementwise and all(datum.target_tokens.ndim == 1 for datum in data)",
-    "return self.elementwise",
-)
 def test_one_and_several_targets_per_position_in_one_request_are_answered_on_fakes(
     client: Any, trainer: HFTrainer, hooked: Hooked
 ) -> None:
@@ -274,12 +268,6 @@ def test_steps_are_those_of_torch_with_every_setting_on_fakes(service: Any, trai
         torch.testing.assert_close(adapter.weights, theirs.detach(), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.mutation(
-    "another-optimizer-is-adamw",
-    "optimizers/__init__.py",
-    "    if config.type not in OPTIMIZERS:\n",
-    "    if config.type not in OPTIMIZERS:\n        return ADAMW\n    if False:\n",
-)
 def test_dimuon_is_refused_with_what_to_do_on_fakes(service: Any) -> None:
     with pytest.raises(tinker.BadRequestError, match=r"optimizer_config\.type: 'dimuon'.*leave it out"):
         service.create_lora_training_client(base_model=BASE, rank=4, optimizer=tinker.DimuonOptimizerConfig()).result()

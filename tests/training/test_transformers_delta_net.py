@@ -70,9 +70,6 @@ def wrapped(module: ModuleType) -> list[str]:
     return [name for name, code in codes.items() if code is not None and "is_new_implementation" in code.co_freevars]
 
 
-@pytest.mark.mutation(
-    "kernels-of-gpus-on-a-cpu", "training/decoders/__init__.py", "    use_kernels_on_gpus_alone(model)\n", ""
-)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_model_of_linear_attention_loads_without_a_gpu_though_kernels_for_one_are_installed(
     device: str, stand_ins: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -101,9 +98,6 @@ def test_all_that_transformers_takes_from_the_packages_is_known(
     assert wrapped(module) == []
 
 
-@pytest.mark.mutation(
-    "kernels-of-gpus-unused-on-a-gpu", "transformers_delta_net.py", "of_kernel = x.is_cuda and", "of_kernel = False and"
-)
 @pytest.mark.parametrize(
     ("cuda", "dtype", "called"),
     [

@@ -42,9 +42,6 @@ def no_garbage_collection() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.mutation(
-    "memory-of-a-failed-step-kept", "joined_ranks.py", "            del error\n", "            pass\n"
-)
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, ValueError])
 @pytest.mark.usefixtures("no_garbage_collection")
 def test_what_a_failed_step_has_allocated_is_free_after_the_vote_on_fakes(kind: type[Exception]) -> None:
@@ -71,7 +68,6 @@ class UnspeakableError(Exception):
         raise RuntimeError("no text")
 
 
-@pytest.mark.mutation("unspeakable-errors-leave-others-waiting", "joined_ranks.py", 'errors="replace")[', ")[")
 @pytest.mark.parametrize("error", [ValueError("\udc80"), UnspeakableError()], ids=["surrogate", "no text"])
 def test_an_error_of_any_text_is_told_to_the_others_on_fakes(error: Exception) -> None:
     def step() -> None:
@@ -84,15 +80,6 @@ def test_an_error_of_any_text_is_told_to_the_others_on_fakes(error: Exception) -
     assert ranks.gathers == 2, "how it ended, and the text"
 
 
-@pytest.mark.mutation(
-    "logprobs-fail-before-the-walk",
-    "micro_batch.py",
-    "        with self.walk(backward=False) as walk, self._row_ranks.sharing():  # all that may fail on one rank\n"
-    "            packed = pack(items, self._loaded.vocab_size, towers_of(adapters))\n",
-    "        packed = pack(items, self._loaded.vocab_size, towers_of(adapters))\n"
-    "        self._lora_batch(part_of(packed, self._row_ranks), adapters, gradient=False)\n"
-    "        with self.walk(backward=False) as walk, self._row_ranks.sharing():\n",
-)
 def test_a_rank_that_lacks_memory_for_logprobs_walks_with_the_others_on_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sharded ranks that walk would wait for it."""
     noted: list[str] = []

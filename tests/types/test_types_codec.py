@@ -348,9 +348,6 @@ def test_envelope_refuses_only_what_has_no_place_in_an_order(body: bytes, expect
 UNKNOWN_FIELD = b"\x98\x06\x01"  # field 99, varint 1
 
 
-@pytest.mark.mutation(
-    "unknown-fields-of-protobuf-ignored", "wire_fields.py", "    if len(unknown):\n", "    if False:\n"
-)
 @pytest.mark.parametrize(
     "path", ["", "data.0", "data.0.model_input.0", "data.0.model_input.0.encoded_text", "data.0.model_input.1.image"]
 )
@@ -454,12 +451,6 @@ def test_broken_results_are_named(change: dict[str, Any], expected: str) -> None
         decode_forward_backward_output(body)
 
 
-@pytest.mark.mutation(
-    "finish-reason-mapped-wrongly",
-    "codec.py",
-    'stop_reason=wire.STOP_REASON_LENGTH if sequence.stop_reason == "length" else wire.STOP_REASON_STOP,',
-    "stop_reason=wire.STOP_REASON_STOP,",
-)
 @quick
 @given(sample_outputs)
 def test_sdk_reads_our_sample_output(output: SampleOutput) -> None:
@@ -475,19 +466,12 @@ def test_sdk_reads_our_sample_output(output: SampleOutput) -> None:
     np.testing.assert_equal(read.prompt_logprobs, expected.prompt_logprobs)
 
 
-@pytest.mark.mutation("large-results-copied-thrice", "wire_tensors.py", "values = np.asc", "values = 1 * np.asc")
 def test_large_arrays_of_a_result_are_copied_once() -> None:
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     *_, values = message_parts(wire.Tensor(dtype=wire.DTYPE_FLOAT32, shape=[2, 3]), dense=(array, AS_FLOAT32))
     assert np.shares_memory(np.frombuffer(values, np.float32), array)
 
 
-@pytest.mark.mutation(
-    "nan-of-the-first-token-becomes-0",
-    "codec.py",
-    "message.prompt_logprobs = raw_bytes(output.prompt_logprobs, FLOAT32)",
-    "message.prompt_logprobs = raw_bytes(__import__('numpy').nan_to_num(output.prompt_logprobs), FLOAT32)",
-)
 def test_prompt_logprobs_keep_their_nan_and_empty_logprobs_are_kept_apart_from_none() -> None:
     output = SampleOutput(
         sequences=[

@@ -6,9 +6,6 @@ import pytest
 from tinker_local.types import ApiError, InternalError, InvalidRequestError
 
 
-@pytest.mark.mutation(
-    "addresses-in-answers", "types/errors.py", '_ADDRESS.sub("", super().__str__())', "super().__str__()"
-)
 @pytest.mark.parametrize("kind", [InvalidRequestError, InternalError])
 def test_no_message_has_an_address_of_memory(kind: type[ApiError]) -> None:
     for foreign in (io.BytesIO(), object(), test_no_message_has_an_address_of_memory):

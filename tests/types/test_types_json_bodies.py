@@ -212,7 +212,6 @@ def text(*tokens: Any) -> dict[str, Any]:
     return {"type": "encoded_text", "tokens": list(tokens)}
 
 
-@pytest.mark.mutation("unknown-fields-ignored", "base.py", 'extra="forbid"', 'extra="ignore"')
 @pytest.mark.parametrize(
     ("body", "expected"),
     [

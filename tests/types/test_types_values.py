@@ -257,15 +257,6 @@ def test_spans_come_in_pairs() -> None:
 # --- chunks ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.mutation(
-    "base64-not-decoded", "datum.py", "return base64.b64decode(data, validate=True)", 'return data.encode("ascii")'
-)
-@pytest.mark.mutation(
-    "base64-encoded-twice",
-    "datum.py",
-    'return base64.b64encode(data).decode("ascii")',
-    'return base64.b64encode(base64.b64encode(data)).decode("ascii")',
-)
 def test_image_data_is_bytes_or_base64_and_serialises_to_base64() -> None:
     chunk = ImageChunk(data=PNG, format="png", expected_tokens=4)
     encoded = base64.b64encode(PNG).decode()

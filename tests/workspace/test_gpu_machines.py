@@ -155,7 +155,6 @@ def test_gpus_of_different_kinds_are_named(findings: Findings, monkeypatch: pyte
     assert unlike({}) is None
 
 
-@pytest.mark.mutation("a-cache-that-cannot-be-written", "kernel_caches.py", "or not _can_be_written(folder)", "")
 def test_kernels_are_kept_in_the_data_folder_where_their_own_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -19,7 +19,6 @@ def test_rows_of_readme_are_the_plans() -> None:
     assert models_table.rows(models_table.PAGE.read_text()) == list(map(row, SHAPES)), "run scripts/models_table.py"
 
 
-@pytest.mark.mutation("plan-without-the-mlp", "fitting.py", "intermediate=shape.intermediate)", "intermediate=0)")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name == "Qwen/Qwen3-0.6B" else pytest.mark.more) for name in SHAPES],

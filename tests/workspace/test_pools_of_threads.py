@@ -58,7 +58,6 @@ os._exit(0)
 """
 
 
-@pytest.mark.mutation("threads-spin-long", "main.py", "    spin_briefly()\n", "")
 @pytest.mark.parametrize(("given", "found"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
 def test_commands_let_waiting_threads_spin_briefly(
     given: dict[str, str], found: str, monkeypatch: pytest.MonkeyPatch
@@ -68,15 +67,6 @@ def test_commands_let_waiting_threads_spin_briefly(
     assert os.environ["GOMP_SPINCOUNT"] == found
 
 
-@pytest.mark.mutation(
-    "idle-engine-keeps-its-pool", "engine_thread.py", "                leave_pool()\n", "                pass\n"
-)
-@pytest.mark.mutation(
-    "trainer-keeps-its-pool", "memory_sharing.py", "partial(without_pool, function, ", "partial(function, "
-)
-@pytest.mark.mutation(
-    "threads-keep-their-pools", "threads.py", "partial(without_pool, function, ", "partial(function, "
-)
 @pytest.mark.parametrize(("way", "left"), [("threads", -2), ("trainer", -2), ("engine", -2), ("bare", 0)])
 async def test_a_thread_that_waits_has_no_pool(way: str, left: int) -> None:
     """After `bare` the two other threads of the pool stay: the test would notice."""

@@ -14,9 +14,6 @@ def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-@pytest.mark.mutation(
-    "weights-not-read-ahead", "weight_files.py", "while opened.readinto(buffer):", "while not opened.readinto(buffer):"
-)
 @pytest.mark.parametrize("names", [[SINGLE], ["model-1.safetensors", "model-2.safetensors"]])
 def test_all_weights_are_read_in_a_thread(tmp_path: Path, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_files, "_AHEAD", 2**20)

@@ -80,18 +80,11 @@ def dotted(tree: ast.Module) -> set[str]:
     }
 
 
-@pytest.mark.mutation("adapters-read-as-pickles", "adapter_files.py", "import json\n", "import json\nimport pickle\n")
 def test_nothing_reads_or_writes_pickles() -> None:
     found = {path for path, tree in sources() if imported(tree) & PICKLES or dotted(tree) & OTHER_READERS}
     assert found <= BETWEEN_OWN_PROCESSES
 
 
-@pytest.mark.mutation(
-    "event-loop-per-call",
-    "control/training_commands.py",
-    "    check_cells(request.data)\n",
-    "    import asyncio\n\n    asyncio.run(asyncio.to_thread(check_cells, request.data))\n",
-)
 def test_event_loops_are_made_where_a_server_begins_and_nowhere_else() -> None:
     assert {path for path, tree in sources() if dotted(tree) & EVENT_LOOPS} <= BEGINNINGS
 
