@@ -2,10 +2,10 @@
 
     python -m tests.mutants losses|scheduling [--file NAME]
 
-Each operator, number and condition of the folder is changed in turn, in a copy of the repository, and the folder's tests
-run. Most of what survives changes nothing that one could test; the rest lacks a test. Takes about eight seconds for each
-change: an hour or more for `losses`, many for `scheduling`, seven minutes for `losses --file ppo.py`. uv fetches
-cosmic-ray.
+Each operator, number and condition of the folder is changed in turn, in a copy of the repository, and the tests of the
+folder run. Most of what survives changes nothing that one could test; the rest lacks a test. Takes about eight seconds
+for each change: an hour or more for `losses`, many for `scheduling`, seven minutes for `losses --file ppo.py`. uv
+fetches cosmic-ray.
 """
 
 import argparse
