@@ -90,8 +90,8 @@ def ours(scale: Scale, name: str, folder: Path, text: Mapping[str, Any]) -> None
     it."""
     import torch
     from baselines.vllm_alone import write_adapter
+    from tinker_local.backend.adapters.adapter import AdapterVersion
     from tinker_local.backend.models.gpu_plan import StepSize, step_sizes
-    from tinker_local.backend.sampling.sampler import AdapterVersion
     from tinker_local.backend.vllm_engine.build_engine import EngineOptions
     from tinker_local.backend.vllm_engine.engine_thread import EngineThread
     from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler

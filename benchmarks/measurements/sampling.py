@@ -76,7 +76,7 @@ async def ours(host: Host) -> None:
 async def through_sampler(host: Host) -> None:
     """Prints `sampling.sampler`."""
     from baselines.vllm_alone import write_random_adapter
-    from tinker_local.backend.sampling.sampler import AdapterVersion
+    from tinker_local.backend.adapters.adapter import AdapterVersion
 
     sampler = host.backend.models.get(host.model).engines.sampler
     with tempfile.TemporaryDirectory() as folder:

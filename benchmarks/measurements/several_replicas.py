@@ -56,8 +56,9 @@ def label(replicas: int, tp: int) -> str:
 async def rates(scale: Scale, sampler: Any, replicas: int, tp: int) -> None:
     """Prints the rate of the first replica while the others have nothing to do, and of all."""
     from baselines.vllm_alone import write_random_adapter
+    from tinker_local.backend.adapters.adapter import AdapterVersion
     from tinker_local.backend.rendering.rendered_input import RenderedInput
-    from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
+    from tinker_local.backend.sampling.sampler import SampleWork
     from tinker_local.types import SamplingParams
 
     with tempfile.TemporaryDirectory() as folder:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.adapters.adapter import AdapterState
 from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.losses.loss import make_train_datum
-from tinker_local.backend.training.trainer import AdapterState, TrainWork
+from tinker_local.backend.training.trainer import TrainWork
 from tinker_local.types import AdamParams, Datum, LoraConfig, ModelInput
 
 from tests.chaos.served import CLOSE, Served

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.training.trainer import AdapterState
+from tinker_local.backend.adapters.adapter import AdapterState
 from tinker_local.types import Datum, LoraConfig, ModelInput
 
 from tests.chaos.chaos_users import PROMPT, Failed, Ledger, Owner, User, logprobs, png, scores

@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from tinker_local.backend.adapters.adapter_files import write_adapter
 from tinker_local.backend.families import family_of
 from tinker_local.backend.rendering.hf_images import HFImages
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
-from tinker_local.backend.storage.adapter_files import write_adapter
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.backend.training.worker import HFTrainer

@@ -13,11 +13,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tinker_local.backend.adapters.adapter import AdapterState
+from tinker_local.backend.adapters.peft_adapters import read_peft_adapter
 from tinker_local.backend.exporting import export_checkpoint
 from tinker_local.backend.families import family_of
-from tinker_local.backend.storage.peft_adapters import read_peft_adapter
 from tinker_local.backend.tiny_models import make_tiny_text_model
-from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import InvalidRequestError
 
@@ -56,8 +56,8 @@ def by_peft(folder: Path, model: Path, b: float = 0.3, **config: Any) -> np.ndar
 @pytest.mark.mutation(
     "parts-of-an-export-in-another-order",
     "PeftAdapter._parts",
-    'found[_own(path, "A")] = a[columns]',
-    'found[_own(path, "A")] = a[columns][::-1]',
+    'found[tensor_name(path, "A")] = a[columns]',
+    'found[tensor_name(path, "A")] = a[columns][::-1]',
     cases=("qwen3_5-peft",),
 )
 @pytest.mark.parametrize(

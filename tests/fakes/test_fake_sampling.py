@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 from safetensors.numpy import save_file
+from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.fakes import EOS_ID, FakeModel, FakeRenderer, FakeSampler, FakeTrainer, decode, encode
 from tinker_local.backend.fakes.fake_model import Features
 from tinker_local.backend.fakes.fake_sampler import PROMPT_ROWS_AT_ONCE
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.types import (
     AdamParams,

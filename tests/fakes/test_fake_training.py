@@ -5,12 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tinker_local.backend.adapters.adapter import LORA_ALPHA
 from tinker_local.backend.fakes import FakeModel, FakeTrainer, encode
 from tinker_local.backend.fakes.fake_model import IMAGE_CODES
 from tinker_local.backend.fakes.fake_trainer import evaluate
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
 from tinker_local.backend.training.losses import LOSSES
-from tinker_local.backend.training.trainer import LORA_ALPHA, TrainDatum, TrainResult, TrainWork
+from tinker_local.backend.training.trainer import TrainDatum, TrainResult, TrainWork
 from tinker_local.types import AdamParams, InvalidRequestError, LoraConfig, NotFoundError
 
 VOCAB = 24

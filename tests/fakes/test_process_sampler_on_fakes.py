@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tinker_local.backend.adapters.adapter import AdapterState, AdapterVersion
+from tinker_local.backend.adapters.adapter_files import write_adapter
 from tinker_local.backend.fakes import FakeModel, FakeSampler, FakeTrainer
 from tinker_local.backend.process import async_calls
 from tinker_local.backend.process.channel import INLINE_BYTES, Channel
@@ -19,9 +21,7 @@ from tinker_local.backend.process.messages import Keep, KeepImage, encode
 from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
 from tinker_local.backend.sampling.process_sampler import ProcessSampler
-from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
-from tinker_local.backend.storage.adapter_files import write_adapter
-from tinker_local.backend.training.trainer import AdapterState
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.types import (
     InternalError,
     InvalidRequestError,

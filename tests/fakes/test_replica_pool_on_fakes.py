@@ -5,12 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.fakes import FakeModel, FakeSampler, FakeTrainer
 from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
 from tinker_local.backend.sampling.prefix_routes import KEPT, PrefixRoutes, prefixes
 from tinker_local.backend.sampling.replica_pool import AHEAD, ReplicaPool
-from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.scheduling.memory_sharing import Gate, MemorySharing
 from tinker_local.types import InternalError, InvalidRequestError, SampledSequence, SampleOutput, SamplingParams
 

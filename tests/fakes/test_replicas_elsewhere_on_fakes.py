@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tinker_local.backend import BackendOptions, ModelSource
+from tinker_local.backend.adapters.adapter import AdapterState, AdapterVersion
+from tinker_local.backend.adapters.adapter_files import CONFIG, WEIGHTS, write_adapter
+from tinker_local.backend.adapters.version_content import version_content
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeTrainer
 from tinker_local.backend.models import load_engines
 from tinker_local.backend.models.load_engines import Replicas, starting
@@ -24,10 +27,6 @@ from tinker_local.backend.process.calls import Calls
 from tinker_local.backend.process.child import LOAD, Inbox
 from tinker_local.backend.process.process_group import ProcessGroup
 from tinker_local.backend.sampling.process_sampler import Elsewhere, ProcessSampler
-from tinker_local.backend.sampling.sampler import AdapterVersion
-from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS, write_adapter
-from tinker_local.backend.storage.version_content import version_content
-from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import InvalidRequestError, LoraConfig
 
 from tests.fakes.test_replicas_on_fakes import all_work, replicas

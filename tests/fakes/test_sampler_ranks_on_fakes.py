@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.models.load_engines import load_fake
 from tinker_local.backend.models.placement import check_shares, replica_gpus
 from tinker_local.backend.sampling.process_sampler import ProcessSampler, SamplerSeat
-from tinker_local.backend.sampling.sampler import AdapterVersion
 from tinker_local.backend.vllm_engine import rank_follower, sleep_mode
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.rank_follower import Follower

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 from tinker_local.backend import BackendOptions, ModelSource
+from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.fakes import FakeMemory, FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 from tinker_local.backend.models import supervision
 from tinker_local.backend.models.served_models import Engines
 from tinker_local.backend.process import calls
 from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.sampling.process_sampler import ProcessSampler
-from tinker_local.backend.sampling.sampler import AdapterVersion
 from tinker_local.backend.scheduling.memory_sharing import Gate, MemorySharing, WakingSampler
 from tinker_local.types import InternalError
 

@@ -17,12 +17,13 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from tinker_local.backend.adapters.adapter import FACTORS, AdapterState, AdapterVersion
+from tinker_local.backend.adapters.adapter_files import write_adapter
 from tinker_local.backend.families import FAMILIES as FAMILY_OF
 from tinker_local.backend.models.gpu_plan import model_sizes
 from tinker_local.backend.models.load_engines import load_renderer
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
-from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
-from tinker_local.backend.storage.adapter_files import write_adapter
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
 from tinker_local.backend.tiny_models.text_families import QWEN3_5_SHAPE
 from tinker_local.backend.training import compat_torch
@@ -30,9 +31,8 @@ from tinker_local.backend.training.decoders.packed_experts import scores_are_sof
 from tinker_local.backend.training.decoders.written_out.experts_block import ExpertsPass
 from tinker_local.backend.training.experts import chosen_softmax_backward
 from tinker_local.backend.training.load_model import decoder_of_sizes
-from tinker_local.backend.training.lora import FACTORS
 from tinker_local.backend.training.recompute_policy import Keep
-from tinker_local.backend.training.trainer import AdapterState, TrainDatum, TrainWork
+from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.families import FAMILIES
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.tiny_models import make_experts_alike, make_tiny_text_model, make_tiny_vl_model
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions

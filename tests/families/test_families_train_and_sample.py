@@ -13,11 +13,12 @@ import numpy.typing as npt
 import peft
 import pytest
 import torch
+from tinker_local.backend.adapters.adapter import AdapterState, AdapterVersion
+from tinker_local.backend.adapters.adapter_files import write_adapter
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
-from tinker_local.backend.storage.adapter_files import write_adapter
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.tiny_models import make_tiny_text_model
-from tinker_local.backend.training.trainer import AdapterState, TrainDatum, TrainWork
+from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread

@@ -16,15 +16,16 @@ import pytest
 import torch
 from PIL import Image
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.adapters.adapter import AdapterState, AdapterVersion
+from tinker_local.backend.adapters.adapter_files import write_adapter
 from tinker_local.backend.models.load_engines import load_renderer
 from tinker_local.backend.rendering.hf_text import HFText
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
 from tinker_local.backend.rendering.renderer import ModelRenderer
 from tinker_local.backend.rendering.text import ChatMessage
-from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
-from tinker_local.backend.storage.adapter_files import write_adapter
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.tiny_models import make_tiny_vl_model
-from tinker_local.backend.training.trainer import AdapterState, TrainDatum, TrainWork
+from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread

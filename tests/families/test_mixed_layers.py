@@ -13,12 +13,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.adapters.adapter import AdapterState, AdapterVersion
 from tinker_local.backend.models.adapter_check import TARGETS, adapter_on
 from tinker_local.backend.models.agreement import compare, make_probes, sampler_logprobs, worst
 from tinker_local.backend.models.load_engines import load_real
-from tinker_local.backend.sampling.sampler import AdapterVersion
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
-from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.backend.vllm_engine import adapter_targets, patches
 from tinker_local.types import TRAIN_VISION, CreateModelRequest, InvalidRequestError, LoraConfig
 

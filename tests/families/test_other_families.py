@@ -14,12 +14,12 @@ import transformers
 from click.testing import CliRunner
 from safetensors.torch import save_file
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.adapters.adapter_files import write_adapter
 from tinker_local.backend.cli.models_command import models
 from tinker_local.backend.families import FAMILIES, OTHER, family_of
 from tinker_local.backend.families.line_up import NOT_SERVED, OTHERS
 from tinker_local.backend.models.agreement import with_random_b
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.storage.adapter_files import write_adapter
 from tinker_local.backend.tiny_models.marks import QWEN, VOCAB_SIZE
 from tinker_local.backend.tiny_models.tokenizer import write_tokenizer
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork

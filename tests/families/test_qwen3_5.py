@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tinker_local.backend.adapters.adapter import AdapterState, AdapterVersion
+from tinker_local.backend.adapters.adapter_files import write_adapter
 from tinker_local.backend.families import FAMILIES
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
-from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
-from tinker_local.backend.storage.adapter_files import write_adapter
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.tiny_models import make_tiny_vl_model
 from tinker_local.backend.tiny_models.text_families import QWEN3_5_SHAPE
 from tinker_local.backend.training.recompute_policy import Keep
-from tinker_local.backend.training.trainer import AdapterState, TrainDatum, TrainWork
+from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread

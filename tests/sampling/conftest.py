@@ -15,9 +15,10 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.models.load_engines import load_renderer
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.compat_vllm import runs_on_cpu

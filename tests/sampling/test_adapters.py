@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
+from tinker_local.backend.adapters.adapter import AdapterVersion
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.types import InvalidRequestError, NotFoundError, SamplingParams
 
 ATTENTION = r"self_attn\.(q|k|v|o)_proj$"

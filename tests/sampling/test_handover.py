@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinker_local.backend.sampling.sampler import AdapterVersion
-from tinker_local.backend.training.trainer import AdapterState
+from tinker_local.backend.adapters.adapter import AdapterState, AdapterVersion
 from tinker_local.backend.vllm_engine import vllm_adapters
 from tinker_local.backend.vllm_engine.host_memory import new_vector
 from tinker_local.backend.vllm_engine.vllm_adapters import all_finite

@@ -4,8 +4,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
+from tinker_local.backend.adapters.adapter import AdapterState
 from tinker_local.backend.storage.records import CheckpointKind, CheckpointRecord
-from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import LoraConfig
 
 START = datetime(2026, 1, 1, tzinfo=UTC)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tinker_local.backend.sampling.host_adapters import read_adapter
-from tinker_local.backend.sampling.sampler import AdapterVersion
+from tinker_local.backend.adapters.adapter import AdapterVersion
+from tinker_local.backend.adapters.host_adapters import read_adapter
 from tinker_local.backend.storage import Store
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.types import InvalidRequestError

@@ -7,8 +7,8 @@ import pytest
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+from tinker_local.backend.adapters.adapter import LORA_ALPHA, AdapterState
 from tinker_local.backend.storage import Store
-from tinker_local.backend.training.trainer import LORA_ALPHA, AdapterState
 from tinker_local.types import LoraConfig
 from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tinker_local.backend.adapters.adapter import AdapterState
+from tinker_local.backend.adapters.adapter_files import adapter_bytes, read_adapter, write_adapter
 from tinker_local.backend.storage import VersionFolders
-from tinker_local.backend.storage.adapter_files import adapter_bytes, read_adapter, write_adapter
 from tinker_local.backend.storage.versions import UNWRITTEN
-from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import NotFoundError
 
 from tests.storage.store_states import make_state, same_tensors

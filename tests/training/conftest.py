@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tinker_local.backend.adapters.adapter import AdapterState
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
 from tinker_local.backend.tiny_models.make_models import make_tiny_text_model
 from tinker_local.backend.tiny_models.shapes import TextShape
 from tinker_local.backend.training.losses import LOSSES, loss_of
-from tinker_local.backend.training.trainer import AdapterState, TrainDatum, TrainWork
+from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import LoraConfig
 

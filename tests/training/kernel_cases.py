@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from tinker_local.backend.adapters.adapter import Factor
 from tinker_local.backend.training.experts import (
     ExpertsKept,
     ExpertWeights,
@@ -18,7 +19,7 @@ from tinker_local.backend.training.experts import (
     gate_and_up,
 )
 from tinker_local.backend.training.kernels import ACTIVATIONS, Kernels, TorchKernels
-from tinker_local.backend.training.lora import Adapter, AdapterSlice, Factor, Target, groups_of, layout
+from tinker_local.backend.training.lora import Adapter, AdapterSlice, Target, groups_of, layout
 from tinker_local.backend.training.lora_batch import LoraBatch, Owners
 from tinker_local.types import LoraConfig
 

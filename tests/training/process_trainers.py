@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.adapters.adapter import AdapterDType, AdapterState
 from tinker_local.backend.fakes import FakeMemory, FakeModel, FakeTrainer
 from tinker_local.backend.process.child import NO_MEMORY
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.training.trainer import AdapterDType, AdapterState, Seat, TrainResult, TrainWork
+from tinker_local.backend.training.trainer import Seat, TrainResult, TrainWork
 from tinker_local.types import ApiError, LoraConfig, UnsupportedError
 
 

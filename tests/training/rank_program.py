@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tinker_local.backend.adapters.adapter import AdapterState
 from tinker_local.backend.training import lora, passes, worker
 from tinker_local.backend.training.decoders import autograd
 from tinker_local.backend.training.decoders.autograd import AutogradPass
@@ -31,7 +32,7 @@ from tinker_local.backend.training.passes import Passes
 from tinker_local.backend.training.peer_memory import Handle, HostMemory
 from tinker_local.backend.training.ranks import ONE_RANK, Ranks, join
 from tinker_local.backend.training.tally import Tally
-from tinker_local.backend.training.trainer import AdapterState, Seat, TrainDatum, TrainResult, TrainWork
+from tinker_local.backend.training.trainer import Seat, TrainDatum, TrainResult, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import AdamParams, ApiError, LoraConfig
 

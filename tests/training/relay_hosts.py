@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.fakes import FakeFollower, FakeModel, FakeSampler, FakeTrainer
 from tinker_local.backend.process import ray_hosts
 from tinker_local.backend.process.ray_hosts import RayHosts
 from tinker_local.backend.process.ray_replicas import RayReplicas
 from tinker_local.backend.process.relay import Address, Links
 from tinker_local.backend.sampling.process_sampler import SamplerSeat
-from tinker_local.backend.sampling.sampler import AdapterVersion
 from tinker_local.backend.training.trainer import Seat
 
 RELAYS = """

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinker_local.backend.adapter_tensors import as_torch, bfloat16_bits
-from tinker_local.backend.storage.adapter_files import WEIGHTS, adapter_bytes, write_adapter
+from tinker_local.backend.adapters.adapter_files import WEIGHTS, adapter_bytes, write_adapter
+from tinker_local.backend.adapters.adapter_tensors import as_torch, bfloat16_bits
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import peft
 import pytest
 import transformers
 from safetensors.numpy import load_file, save_file
+from tinker_local.backend.adapters.adapter import AdapterState
+from tinker_local.backend.adapters.adapter_files import write_adapter
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.storage.adapter_files import write_adapter
-from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.backend.training.worker import HFTrainer
 
 from tests.float64 import Exact

@@ -20,16 +20,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tinker_local.backend.adapters.adapter import AdapterState, AdapterVersion
+from tinker_local.backend.adapters.version_content import version_content
 from tinker_local.backend.models.load_engines import make_vllm_sampler
 from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.process.ray_hosts import RayHosts
 from tinker_local.backend.process.ray_replicas import RayReplicas
 from tinker_local.backend.sampling.process_sampler import Elsewhere, ProcessSampler
 from tinker_local.backend.sampling.replica_pool import ReplicaPool
-from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
-from tinker_local.backend.storage.version_content import version_content
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.training.process_trainer import ProcessTrainer
-from tinker_local.backend.training.trainer import AdapterState, Trainer, TrainResult
+from tinker_local.backend.training.trainer import Trainer, TrainResult
 from tinker_local.backend.training.worker import HFTrainer, trainer_of_rank
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.types import AdamParams, LoraConfig, ModelInput, SamplingParams

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 
 import numpy as np
+from tinker_local.backend.adapters.adapter import WEIGHTS_VECTOR, AdapterLayout, AdapterState
 from tinker_local.backend.control.checkpoint_lifetime import version_of
 from tinker_local.backend.control.training_runs import TrainingRun, TrainingRuns, count_of_steps, finish_saves
 from tinker_local.backend.daemon_thread import in_daemon_thread
@@ -17,7 +18,6 @@ from tinker_local.backend.storage.names import AUTOSAVE
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.threads import DATABASE, DISK
-from tinker_local.backend.training.trainer import WEIGHTS, AdapterLayout, AdapterState
 from tinker_local.types import InternalError
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Autosaves:
 
         try:
             layout, record, steps = await scheduler.call(copy)
-            vectors = {name: np.empty(layout.size, np.float32) for name in (WEIGHTS, *layout.states)}
+            vectors = {name: np.empty(layout.size, np.float32) for name in (WEIGHTS_VECTOR, *layout.states)}
             for name, vector in vectors.items():
                 for start in range(0, layout.size, PART):
                     part = await scheduler.call(trainer.read_adapter, copy_id, name, start, start + PART)
@@ -94,7 +94,7 @@ class Autosaves:
             self._removals.add(removal)
             removal.add_done_callback(self._removals.discard)
             removal.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return layout.filled(vectors.pop(WEIGHTS), vectors), record, steps
+        return layout.filled(vectors.pop(WEIGHTS_VECTOR), vectors), record, steps
 
     async def _write(
         self, run: TrainingRun, record: CheckpointRecord, state: AdapterState, steps: int

@@ -7,12 +7,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from tinker_local.backend.adapters.adapter_files import AGE, CONFIG, WEIGHTS
 from tinker_local.backend.control.age_encryption import encryption_to
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses, check_ttl
 from tinker_local.backend.control.signatures import LIFETIME, Signatures
 from tinker_local.backend.control.training_runs import Command, TrainingRun
 from tinker_local.backend.scheduling.operations import Operation
-from tinker_local.backend.storage.adapter_files import AGE, CONFIG, WEIGHTS
 from tinker_local.backend.storage.names import check_checkpoint_name, parse_tinker_path
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.storage.store import Store

@@ -8,6 +8,8 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tinker_local.backend.adapters.adapter import AdapterState
+from tinker_local.backend.adapters.peft_adapters import MAX_CONFIG_BYTES, PeftAdapter, read_peft_adapter
 from tinker_local.backend.control.callers import LOCAL, Caller
 from tinker_local.backend.control.checkpoints import Checkpoints
 from tinker_local.backend.control.sessions import LONGEST_NAME, Sessions
@@ -18,10 +20,8 @@ from tinker_local.backend.models.served_models import ServedModel, ServedModels
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.scheduling.operations import model_id_in
 from tinker_local.backend.storage.names import AUTOSAVE, check_checkpoint_name
-from tinker_local.backend.storage.peft_adapters import MAX_CONFIG_BYTES, PeftAdapter, read_peft_adapter
 from tinker_local.backend.threads import DISK
 from tinker_local.backend.training.optimizers import optimizer_of
-from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import (
     CreateSessionRequest,
     InvalidRequestError,

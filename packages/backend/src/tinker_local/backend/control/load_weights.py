@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from tinker_local.backend.adapters.adapter import AdapterState
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses
 from tinker_local.backend.control.sessions import Sessions, check_no_token, check_user_metadata
 from tinker_local.backend.control.training_runs import Command, TrainingRun, TrainingRuns, new_run
@@ -14,7 +15,6 @@ from tinker_local.backend.storage.store import Store
 from tinker_local.backend.threads import DATABASE, DISK
 from tinker_local.backend.training.optimizers import OPTIMIZERS, optimizer_of
 from tinker_local.backend.training.optimizers.optimizer import Optimizer
-from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import (
     TRAIN_VISION,
     GoneError,

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import replace
 
+from tinker_local.backend.adapters.adapter import AdapterState
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses, version_of
 from tinker_local.backend.control.training_runs import TrainingRun, TrainingRuns, finish_saves
 from tinker_local.backend.models.served_models import ServedModel
@@ -10,7 +11,6 @@ from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.threads import DISK
-from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import NotFoundError
 
 log = logging.getLogger(__name__)

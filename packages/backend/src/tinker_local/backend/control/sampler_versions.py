@@ -2,8 +2,8 @@
 
 from functools import partial
 
+from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.models.served_models import ServedModel, ServedModels
-from tinker_local.backend.sampling.sampler import AdapterVersion
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.storage.versions import VersionFolders

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
+from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses, version_of
 from tinker_local.backend.control.ephemeral_versions import EphemeralVersion, EphemeralVersions
 from tinker_local.backend.control.recorded_samples import RecordedSamples
@@ -20,14 +21,7 @@ from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.prompt_scores import check_sample_topk
-from tinker_local.backend.sampling.sampler import (
-    AdapterVersion,
-    Drawn,
-    SampleWork,
-    bytes_of,
-    sampled_tokens,
-    token_budget,
-)
+from tinker_local.backend.sampling.sampler import Drawn, SampleWork, bytes_of, sampled_tokens, token_budget
 from tinker_local.backend.scheduling.operations import (
     ACTIVE,
     OBJECT_BYTES,

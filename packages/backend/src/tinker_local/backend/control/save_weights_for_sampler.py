@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.adapters.adapter import AdapterDType, AdapterState, AdapterVersion
 from tinker_local.backend.control.checkpoint_lifetime import check_ttl
 from tinker_local.backend.control.sampler_versions import SamplerVersions
 from tinker_local.backend.control.sampling_sessions import Sampling
@@ -14,14 +15,12 @@ from tinker_local.backend.control.sessions import check_user_metadata
 from tinker_local.backend.control.training_runs import Command, TrainingRun
 from tinker_local.backend.models.agreement import compare, sampler_logprobs, worst
 from tinker_local.backend.models.served_models import ServedModel
-from tinker_local.backend.sampling.sampler import AdapterVersion
 from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.backend.storage.names import check_checkpoint_name
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.storage.versions import VersionFolders
 from tinker_local.backend.threads import DISK
-from tinker_local.backend.training.trainer import AdapterDType, AdapterState
 from tinker_local.types import (
     InternalError,
     InvalidRequestError,

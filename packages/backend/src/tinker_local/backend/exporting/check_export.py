@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.adapters.peft_experts import PEFT_VERSION
 from tinker_local.backend.exporting.base_model import BaseModel
 from tinker_local.backend.exporting.peft_folder import vllm_rank
 from tinker_local.backend.exporting.trained import Trained
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
-from tinker_local.backend.storage.peft_experts import PEFT_VERSION
 from tinker_local.types import InternalError, InvalidRequestError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinker_local.backend.storage.adapter_files import AGE, CONFIG, WEIGHTS
+from tinker_local.backend.adapters.adapter_files import AGE, CONFIG, WEIGHTS
 from tinker_local.types import (
     ApiError,
     AuthenticationError,

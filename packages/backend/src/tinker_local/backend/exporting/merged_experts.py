@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tinker_local.backend.adapter_tensors import as_torch
+from tinker_local.backend.adapters.adapter import LORA_ALPHA
+from tinker_local.backend.adapters.adapter_tensors import as_torch
 from tinker_local.backend.exporting.trained import Trained
 from tinker_local.backend.families.family import Experts
-from tinker_local.backend.training.trainer import LORA_ALPHA
 from tinker_local.types import InvalidRequestError
 
 if TYPE_CHECKING:

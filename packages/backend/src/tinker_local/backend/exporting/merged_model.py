@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
-from tinker_local.backend.adapter_tensors import as_torch
+from tinker_local.backend.adapters.adapter import HEAD, LORA_ALPHA
+from tinker_local.backend.adapters.adapter_tensors import as_torch
 from tinker_local.backend.exporting.base_model import BaseModel
 from tinker_local.backend.exporting.merged_experts import EACH, WHOLE, Merge, expert_modules, merges
-from tinker_local.backend.exporting.trained import HEAD, Trained
-from tinker_local.backend.training.trainer import LORA_ALPHA
+from tinker_local.backend.exporting.trained import Trained
 from tinker_local.backend.weight_files import INDEX, SINGLE, weight_files
 from tinker_local.types import InvalidRequestError
 

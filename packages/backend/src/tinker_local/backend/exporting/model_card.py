@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Literal
 
+from tinker_local.backend.adapters.peft_experts import PEFT_VERSION
 from tinker_local.backend.exporting.peft_folder import vllm_rank
 from tinker_local.backend.exporting.trained import Trained
-from tinker_local.backend.storage.peft_experts import PEFT_VERSION
 
 Target = Literal["peft", "vllm", "merged"]
 

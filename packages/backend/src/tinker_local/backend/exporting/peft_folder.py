@@ -6,9 +6,9 @@ from typing import Literal
 
 import numpy as np
 from safetensors.numpy import save_file
+from tinker_local.backend.adapters.adapter_files import CONFIG, WEIGHTS
+from tinker_local.backend.adapters.peft_experts import as_parameters
 from tinker_local.backend.exporting.trained import Trained
-from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS
-from tinker_local.backend.storage.peft_experts import as_parameters
 from tinker_local.types import InvalidRequestError
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)

@@ -9,20 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError
-from tinker_local.backend.checksums import DESCRIPTION, check_files
+from tinker_local.backend.adapters.adapter import HEAD, LORA_ALPHA, AdapterState, path_of, tensor_name
+from tinker_local.backend.adapters.adapter_files import AGE, CONFIG, WEIGHTS, read_adapter
+from tinker_local.backend.adapters.checksums import DESCRIPTION, check_files
+from tinker_local.backend.adapters.joined_parts import joined_parts
+from tinker_local.backend.adapters.peft_experts import GATE_UP, check_experts_together, target_parameters
 from tinker_local.backend.exporting.base_model import BaseModel
-from tinker_local.backend.exporting.joined_parts import joined_parts
 from tinker_local.backend.families.family import Experts
-from tinker_local.backend.storage.adapter_files import AGE, CONFIG, WEIGHTS, read_adapter
 from tinker_local.backend.storage.checkpoint_folders import REMOVING, UNFINISHED
 from tinker_local.backend.storage.model_paths import model_paths
 from tinker_local.backend.storage.names import parse_tinker_path, safe_segment
-from tinker_local.backend.storage.peft_experts import GATE_UP, check_experts_together, target_parameters
-from tinker_local.backend.training.trainer import LORA_ALPHA, AdapterState
 from tinker_local.types import InvalidRequestError, LoraConfig, NotFoundError
-
-HEAD = "lm_head"
-_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +129,6 @@ class Trained:
         return self.tensors[tensor_name(path, "A")], self.tensors[tensor_name(path, "B")]
 
 
-def tensor_name(path: str, factor: str) -> str:
-    """PEFT's name of factor A or B of the module at `path`."""
-    return f"{_PREFIX}{path}.lora_{factor}.weight"
-
-
 def read_trained(source: CheckpointFolder, base: BaseModel) -> Trained:
     """The adapter in `source`, whatever layout it has. InvalidRequestError if it does not fit `base`."""
     given = _json(source.folder / CONFIG)
@@ -191,13 +183,13 @@ def _check_complete(targets: Any, tensors: Mapping[str, Any], base: BaseModel, s
 
 def _paths(tensors: Mapping[str, Any]) -> tuple[str, ...]:
     """The modules of `tensors`."""
-    return tuple(dict.fromkeys(name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors))
+    return tuple(dict.fromkeys(path_of(name) for name in tensors))
 
 
 def _own_name(name: str, base: BaseModel) -> str:
     """A tensor's name by its module in the model: exports of the hosted service and of this server differ in some."""
-    path, factor, rest = name.removeprefix(_PREFIX).rpartition(".lora_")
-    return f"{_PREFIX}{base.family.own_path(path)}{factor}{rest}"
+    path = path_of(name)
+    return name.replace(path, base.family.own_path(path), 1)
 
 
 def _json(path: Path) -> dict[str, Any]:

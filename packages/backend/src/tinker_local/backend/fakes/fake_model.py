@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from cachetools import LRUCache
+from tinker_local.backend.adapters.adapter import FACTORS, LORA_ALPHA, tensor_name
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
-from tinker_local.backend.training.trainer import LORA_ALPHA
 from tinker_local.types import (
     EncodedTextChunk,
     ImageAssetPointerChunk,
@@ -152,15 +152,10 @@ class FakeModel:
         }
 
 
-def tensor_name(module: str, factor: str) -> str:
-    """PEFT's name of a tensor; `factor` is A or B."""
-    return f"base_model.model.{module}.lora_{factor}.weight"
-
-
 def parse_tensor_name(name: str) -> tuple[str, str]:
     """The inverse of `tensor_name`; InvalidRequestError for a name that this model does not have."""
     for module in MODULES.values():
-        for factor in ("A", "B"):
+        for factor in FACTORS:
             if name == tensor_name(module, factor):
                 return module, factor
     raise InvalidRequestError(f"adapter tensor {name}: matches no module of the model; it has {list(MODULES.values())}")

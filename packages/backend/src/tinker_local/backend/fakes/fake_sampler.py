@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
-from tinker_local.backend.checksums import check_files
+from tinker_local.backend.adapters.adapter import LORA_ALPHA, AdapterDType, AdapterVersion
+from tinker_local.backend.adapters.adapter_files import CONFIG, WEIGHTS
+from tinker_local.backend.adapters.checksums import check_files
 from tinker_local.backend.fakes.fake_grammar import next_tokens, texts_of
 from tinker_local.backend.fakes.fake_memory import FakeMemory
 from tinker_local.backend.fakes.fake_model import (
@@ -34,10 +36,8 @@ from tinker_local.backend.sampling.prompt_scores import (
     check_sample_topk,
     prompt_questions,
 )
-from tinker_local.backend.sampling.sampler import AdapterVersion, DrawnTokens, SampleWork
-from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS
+from tinker_local.backend.sampling.sampler import DrawnTokens, SampleWork
 from tinker_local.backend.training.rotations import Rotations
-from tinker_local.backend.training.trainer import LORA_ALPHA, AdapterDType
 from tinker_local.types import (
     InternalError,
     InvalidRequestError,

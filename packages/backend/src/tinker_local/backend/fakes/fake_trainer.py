@@ -7,7 +7,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.adapter_tensors import bfloat16_bits
+from tinker_local.backend.adapters.adapter import (
+    LORA_ALPHA,
+    WEIGHTS_VECTOR,
+    AdapterDType,
+    AdapterLayout,
+    AdapterState,
+    tensor_name,
+)
+from tinker_local.backend.adapters.adapter_tensors import bfloat16_bits
 from tinker_local.backend.fakes import numpy_as_torch
 from tinker_local.backend.fakes.fake_memory import FakeMemory
 from tinker_local.backend.fakes.fake_model import (
@@ -18,7 +26,6 @@ from tinker_local.backend.fakes.fake_model import (
     LoraMatrices,
     log_softmax,
     parse_tensor_name,
-    tensor_name,
 )
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.losses import loss_of
@@ -26,17 +33,7 @@ from tinker_local.backend.training.losses.loss import Loss, Terms, any_of, check
 from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.optimizers.optimizer import Limits, Optimizer, OptimizerState
 from tinker_local.backend.training.rotations import Rotations
-from tinker_local.backend.training.trainer import (
-    LORA_ALPHA,
-    WEIGHTS,
-    AdapterDType,
-    AdapterLayout,
-    AdapterState,
-    Seat,
-    TrainDatum,
-    TrainResult,
-    TrainWork,
-)
+from tinker_local.backend.training.trainer import Seat, TrainDatum, TrainResult, TrainWork
 from tinker_local.types import ApiError, InvalidRequestError, LoraConfig, NotFoundError
 from tinker_local.types.base import Frozen
 
@@ -96,7 +93,7 @@ class _Adapter:
 
     def vector(self, name: str) -> Float64Array:
         """The weights, or a state of the optimizer, [n]."""
-        flat: Float64Array = self.flat if name == WEIGHTS else self.state.tensors[name]
+        flat: Float64Array = self.flat if name == WEIGHTS_VECTOR else self.state.tensors[name]
         return flat
 
 

@@ -97,7 +97,7 @@ class LoraNames:
         """Which field enables the module at `path`, or the part of one; None if adapters do not train it."""
         parent, _, last = path.rpartition(".")
         if self.every_linear:
-            if ".layers." not in f".{path}" or last in _ROUTERS:
+            if ".layers." not in f".{path}" or last in ROUTERS:
                 return None
             return "attn" if "attn" in parent or "attention" in parent else "mlp"
         if last in self.attn:
@@ -105,8 +105,8 @@ class LoraNames:
         return "mlp" if last in (*self.mlp, *(self.experts.names if self.experts else ())) else None
 
 
-_ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Modules that choose experts, to which vLLM applies no adapters."""
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Modules that choose experts, and the gate of a shared one: vLLM loads adapters of them and computes without."""
 
 
 @dataclass(frozen=True, slots=True)

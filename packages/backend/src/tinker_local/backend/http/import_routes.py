@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
 from fastapi import APIRouter, Query, Request
+from tinker_local.backend.adapters.adapter_files import CONFIG, WEIGHTS
 from tinker_local.backend.http.access import Backend, caller_of
-from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS
 from tinker_local.backend.threads import DISK
 from tinker_local.types import InvalidRequestError
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.adapters.adapter import AdapterDType, AdapterState
 from tinker_local.backend.models.agreement import nudged_draws, with_random_b
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.training.trainer import AdapterDType, AdapterState, Trainer
+from tinker_local.backend.training.trainer import Trainer
 from tinker_local.types import LoraConfig
 
 TARGETS = ("train_attn", "train_mlp", "train_unembed")

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.adapters.adapter import AdapterState, AdapterVersion
 from tinker_local.backend.rendering.rendered_input import RenderedInput, Renderer
-from tinker_local.backend.sampling.sampler import AdapterVersion, Sampler, SampleWork
-from tinker_local.backend.training.trainer import AdapterState, Trainer
+from tinker_local.backend.sampling.sampler import Sampler, SampleWork
+from tinker_local.backend.training.trainer import Trainer
 from tinker_local.types import EncodedTextChunk, ImageChunk, ModelInput, SamplingParams
 
 LENGTHS = (16, 40)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tinker_local.backend.adapters.version_content import version_content
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.heap import memory_of_gpus
 from tinker_local.backend.kernel_caches import use_writable_caches
@@ -43,7 +44,6 @@ from tinker_local.backend.sampling.replica_pool import ReplicaPool, replica_name
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing, WakingSampler
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 from tinker_local.backend.stages import Stage, in_words, stage, taken
-from tinker_local.backend.storage.version_content import version_content
 from tinker_local.backend.training.process_trainer import ProcessTrainer, TrainerFactory
 from tinker_local.backend.weight_files import read_ahead
 

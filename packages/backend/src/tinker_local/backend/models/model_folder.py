@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tinker_local.backend.adapters.adapter_files import CONFIG
 from tinker_local.backend.families import NO_FAMILY, OTHER, family_of
 from tinker_local.backend.families.family import Family
 from tinker_local.backend.options import ModelSource
@@ -18,7 +19,6 @@ from tinker_local.types import UnsupportedError
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-ADAPTER = "adapter_config.json"
 QUANTIZED = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Configs of quantized weights beside the model's own."""
 
@@ -200,16 +200,16 @@ def _pointers(folder: Path) -> Iterator[str]:
 
 def _adapters(folder: Path) -> Iterator[str]:
     """Why an adapter of PEFT in `folder` is in the way."""
-    if not (folder / ADAPTER).is_file():
+    if not (folder / CONFIG).is_file():
         return
     if not (folder / "config.json").exists():
         yield (
-            f"{folder} holds an adapter ({ADAPTER}), and no model; serve its base model"
-            f"{_base_model(folder / ADAPTER)}, and send the adapter with `tinker-local import`"
+            f"{folder} holds an adapter ({CONFIG}), and no model; serve its base model"
+            f"{_base_model(folder / CONFIG)}, and send the adapter with `tinker-local import`"
         )
         return
     yield (
-        f"{folder / ADAPTER} belongs to an adapter, which transformers would add to the weights of the model beside it,"
+        f"{folder / CONFIG} belongs to an adapter, which transformers would add to the weights of the model beside it,"
         " and vLLM would not; if these weights have it already, remove the adapter's files, otherwise keep them in "
         "another folder and send it with `tinker-local import`"
     )

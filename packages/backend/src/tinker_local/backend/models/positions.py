@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.adapters.adapter import AdapterDType
 from tinker_local.backend.models.agreement import Agreement, worst
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.threads import without_pool
 from tinker_local.backend.training.rotations import Compared, Rotate, Rotations, compare_rotations
-from tinker_local.backend.training.trainer import AdapterDType
 from tinker_local.backend.weight_files import folder_on_disk
 from tinker_local.types import NotEnoughMemoryError
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.models.adapter_check import TARGETS, adapter_on, largest_difference
 from tinker_local.backend.models.agreement import (
     DRAWS,
@@ -36,7 +37,7 @@ from tinker_local.backend.rendering.rendered_input import RenderedInput, Rendere
 from tinker_local.backend.rendering.text import TextCodec
 from tinker_local.backend.rendering.tools import ToolFormat
 from tinker_local.backend.sampling.replica_pool import ReplicaPool
-from tinker_local.backend.sampling.sampler import AdapterVersion, Sampler
+from tinker_local.backend.sampling.sampler import Sampler
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.backend.scheduling.sample_turns import PROMPTS_AHEAD, SampleTurns
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler

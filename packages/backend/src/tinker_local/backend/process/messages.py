@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.adapter_tensors import as_numpy, as_torch
+from tinker_local.backend.adapters.adapter_tensors import as_numpy, as_torch
 from tinker_local.backend.rendering.rendered_input import RenderedImage
 from tinker_local.types import ApiError
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.adapters.adapter import AdapterDType, AdapterState, AdapterVersion, written
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.process.async_calls import AsyncCalls, Value, ignore
 from tinker_local.backend.process.async_child import Tell, serve_async_calls
@@ -23,18 +24,9 @@ from tinker_local.backend.process.process_group import ProcessEndedError, Proces
 from tinker_local.backend.process.ray_hosts import placed
 from tinker_local.backend.process.ray_replicas import RayReplicas
 from tinker_local.backend.process.relay import standing_in
-from tinker_local.backend.sampling.sampler import (
-    AdapterVersion,
-    DrawnTokens,
-    Sampler,
-    SampleWork,
-    ignore_begin,
-    ignore_drawn,
-    written,
-)
+from tinker_local.backend.sampling.sampler import DrawnTokens, Sampler, SampleWork, ignore_begin, ignore_drawn
 from tinker_local.backend.stages import Stage, taken
 from tinker_local.backend.training.rotations import Rotations
-from tinker_local.backend.training.trainer import AdapterDType, AdapterState
 from tinker_local.types import SampleOutput
 
 SamplerFactory = Callable[..., Sampler]

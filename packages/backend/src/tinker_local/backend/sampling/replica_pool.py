@@ -7,9 +7,10 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.sampling.prefix_routes import Prefix, PrefixRoutes, prefixes
-from tinker_local.backend.sampling.sampler import AdapterVersion, Sampler, SampleWork
+from tinker_local.backend.sampling.sampler import Sampler, SampleWork
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.types import SampleOutput
 

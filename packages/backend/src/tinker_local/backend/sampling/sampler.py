@@ -1,26 +1,21 @@
 """The `Sampler` protocol: one base model and immutable versions of adapters on it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.adapters.adapter import AdapterDType, AdapterVersion
 from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.rotations import Rotations
-from tinker_local.backend.training.trainer import AdapterDType, AdapterState
 from tinker_local.types import InvalidRequestError, SampleOutput, SamplingParams, TensorData
 from tinker_local.types.requests_and_results import StopReason
 
 RESERVED = 32
 """Sequences for which a sampler has room besides those that it is to run at once, so that the first samples of a
 session need not wait until others end."""
-
-
-def written() -> AdapterState | None:
-    return None
 
 
 def ignore_begin() -> None:
@@ -48,22 +43,6 @@ Drawn = Callable[[DrawnTokens], None]
 
 def ignore_drawn(_: DrawnTokens) -> None:
     """Stands for a `Drawn` of another process."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterVersion:
-    """One immutable version of an adapter, in a folder in PEFT's layout.
-
-    `name` is never used again: a new save is a new version. `path` holds `adapter_config.json` and
-    `adapter_model.safetensors`, which are compared with their checksums before they are loaded, if there are any and
-    unless they were `just_written`. Until that folder can be read, `unwritten()` gives its content; afterwards it gives
-    None. It may be called from any thread.
-    """
-
-    name: str
-    path: Path
-    unwritten: Callable[[], AdapterState | None] = field(default=written, compare=False)
-    just_written: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

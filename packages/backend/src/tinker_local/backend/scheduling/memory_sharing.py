@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.process.process_group import ProcessEndedError
-from tinker_local.backend.sampling.sampler import AdapterVersion, DrawnTokens, Sampler, SampleWork
+from tinker_local.backend.sampling.sampler import DrawnTokens, Sampler, SampleWork
 from tinker_local.backend.scheduling.operations import as_api_error
 from tinker_local.backend.threads import without_pool
 from tinker_local.backend.training.rotations import Rotations

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from tinker_local.backend.checksums import DESCRIPTION, check_files
+from tinker_local.backend.adapters.checksums import DESCRIPTION, check_files
 from tinker_local.backend.storage.checkpoint_folders import FINISHED, content_of, folder_of
 from tinker_local.backend.storage.data_folder import FolderLock, fsync_path, make_durable_folder
 from tinker_local.backend.storage.store import CHECKPOINTS, DATABASE

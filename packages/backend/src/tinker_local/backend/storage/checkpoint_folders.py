@@ -20,12 +20,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from tinker_local.backend.checksums import CHECKSUMS, DESCRIPTION, checksums_of, recorded_checksums
-from tinker_local.backend.storage.adapter_files import AGE, CONFIG, OPTIMIZER, WEIGHTS, write_adapter
+from tinker_local.backend.adapters.adapter import AdapterState
+from tinker_local.backend.adapters.adapter_files import AGE, CONFIG, OPTIMIZER, WEIGHTS, write_adapter
+from tinker_local.backend.adapters.checksums import CHECKSUMS, DESCRIPTION, checksums_of, recorded_checksums
 from tinker_local.backend.storage.data_folder import fsync_path, make_durable_folder
 from tinker_local.backend.storage.names import check_checkpoint_name, parse_tinker_path, safe_segment
 from tinker_local.backend.storage.records import CheckpointRecord
-from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import LoraConfig
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from typing import Any, TypeVar
 
-from tinker_local.backend.storage.adapter_files import WEIGHTS
+from tinker_local.backend.adapters.adapter_files import WEIGHTS
 from tinker_local.backend.storage.checkpoint_folders import REMOVING, CheckpointFolders
 from tinker_local.backend.storage.metadata import plain_fields
 from tinker_local.backend.storage.records import CheckpointRecord, SessionRecord, TrainingRunRecord

@@ -19,9 +19,8 @@ from typing import Any
 
 import sqlalchemy as sa
 from safetensors import SafetensorError
-from tinker_local.backend.checksums import check_files
-from tinker_local.backend.storage import tables
-from tinker_local.backend.storage.adapter_files import (
+from tinker_local.backend.adapters.adapter import AdapterState
+from tinker_local.backend.adapters.adapter_files import (
     AGE,
     CONFIG,
     OPTIMIZER,
@@ -31,6 +30,8 @@ from tinker_local.backend.storage.adapter_files import (
     optimizer_type,
     read_adapter,
 )
+from tinker_local.backend.adapters.checksums import check_files
+from tinker_local.backend.storage import tables
 from tinker_local.backend.storage.checkpoint_folders import CheckpointFolders, refuse_without_folders
 from tinker_local.backend.storage.data_folder import FolderLock, make_durable_folder
 from tinker_local.backend.storage.database import open_database
@@ -48,7 +49,6 @@ from tinker_local.backend.storage.records import (
 from tinker_local.backend.storage.recovery import as_described, compare, description_of
 from tinker_local.backend.storage.steady_clock import SteadyClock
 from tinker_local.backend.storage.storage_quota import StorageQuota
-from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import InvalidRequestError, LoraConfig, NotFoundError, StorageFullError
 
 log = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinker_local.backend.storage.adapter_files import adapter_bytes, write_adapter
+from tinker_local.backend.adapters.adapter import AdapterState
+from tinker_local.backend.adapters.adapter_files import adapter_bytes, write_adapter
 from tinker_local.backend.storage.data_folder import FolderInUseError, FolderLock
-from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import NotFoundError
 
 log = logging.getLogger(__name__)

@@ -14,11 +14,20 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from tinker_local.backend.adapter_tensors import FlatTensors
+from tinker_local.backend.adapters.adapter import (
+    FACTORS,
+    LORA_ALPHA,
+    WEIGHTS_VECTOR,
+    AdapterDType,
+    AdapterLayout,
+    AdapterState,
+    Factor,
+    tensor_name,
+)
+from tinker_local.backend.adapters.adapter_tensors import FlatTensors
 from tinker_local.backend.families.family import Family
 from tinker_local.backend.training.optimizers.adamw import ADAMW
 from tinker_local.backend.training.optimizers.optimizer import Limits, Optimizer, OptimizerState, spans_of
-from tinker_local.backend.training.trainer import LORA_ALPHA, WEIGHTS, AdapterDType, AdapterLayout, AdapterState
 from tinker_local.backend.training.transfer import to_host
 from tinker_local.types import InvalidRequestError, LoraConfig
 from tinker_local.types.base import Frozen
@@ -27,8 +36,6 @@ HEAD = "head"
 """The LoRA group of the LM head. All other groups belong to the decoder or the vision tower."""
 
 Flag = Literal["attn", "mlp", "unembed", "vision"]
-Factor = Literal["A", "B"]
-FACTORS: tuple[Factor, ...] = ("A", "B")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +112,6 @@ class TensorSpec:
         return flat[self.start : self.stop].view(self.shape)
 
 
-def tensor_name(path: str, factor: str) -> str:
-    """The name in PEFT's files of factor A or B of the module at `path`."""
-    return f"base_model.model.{path}.lora_{factor}.weight"
-
-
 def layout(targets: Sequence[Target], config: LoraConfig) -> tuple[TensorSpec, ...]:
     """The factors of an adapter, A [r, in] and B [out, r] of each target (see `Target.shape`), in the order of the
     vector: by group and projection, then A before B, then by block."""
@@ -159,7 +161,7 @@ class Adapter:
 
     def vector(self, name: str) -> torch.Tensor:
         """The weights, or a state of the optimizer, [n]."""
-        return self.weights if name == WEIGHTS else self.optimizer_state.tensors[name]
+        return self.weights if name == WEIGHTS_VECTOR else self.optimizer_state.tensors[name]
 
     def copied(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> "Adapter":
         """Another adapter with the same numbers and no gradient."""

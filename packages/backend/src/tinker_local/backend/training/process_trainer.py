@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.adapters.adapter import AdapterDType, AdapterLayout, AdapterState
 from tinker_local.backend.process.calls import Calls
 from tinker_local.backend.process.child import serve_calls
 from tinker_local.backend.process.process_engine import ProcessEngine
@@ -19,15 +20,7 @@ from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.stages import Stage, taken
 from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.rotations import Rotations
-from tinker_local.backend.training.trainer import (
-    AdapterDType,
-    AdapterLayout,
-    AdapterState,
-    Seat,
-    Trainer,
-    TrainResult,
-    TrainWork,
-)
+from tinker_local.backend.training.trainer import Seat, Trainer, TrainResult, TrainWork
 from tinker_local.types import ApiError, LoraConfig
 from tinker_local.types.base import Frozen
 

@@ -1,25 +1,16 @@
 """The interface of a trainer: many LoRA adapters on one frozen base model."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.adapter_tensors import FlatTensors
+from tinker_local.backend.adapters.adapter import AdapterDType, AdapterLayout, AdapterState
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.types import ApiError, LoraConfig
 from tinker_local.types.base import Frozen
-
-AdapterDType = Literal["float32", "bfloat16"]
-
-WEIGHTS = "weights"
-"""The vector of an adapter's weights, for `Trainer.read_adapter`."""
-
-LORA_ALPHA = 32
-"""The LoRA scale is alpha / rank with this alpha, as on the hosted service."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,83 +44,6 @@ class TrainResult:
 
     outputs: Sequence[Mapping[str, npt.NDArray[np.float32]]]
     metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AdapterState:
-    """A host copy of an adapter.
-
-    `tensors`: by PEFT name (from `Trainer.export`: by the hosted service's), float32 or the bits of bfloat16 as uint16
-    (numpy has no bfloat16). `optimizer`: float32 state tensors of the optimizer `optimizer_type`, named `STATE.TENSOR`,
-    and `step` its number of updates; None and 0 if not captured.
-    """
-
-    base_model: str
-    lora_config: LoraConfig
-    target_modules: Sequence[str]
-    tensors: Mapping[str, npt.NDArray[np.float32] | npt.NDArray[np.uint16]]
-    optimizer: Mapping[str, npt.NDArray[np.float32]] | None = None
-    step: int = 0
-    optimizer_type: str = "adamw"
-
-    def peft_config(self) -> dict[str, Any]:
-        """The content of PEFT's `adapter_config.json`."""
-        return {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": self.base_model,
-            "r": self.lora_config.rank,
-            "lora_alpha": LORA_ALPHA,
-            "lora_dropout": 0.0,
-            "target_modules": list(self.target_modules),
-            "bias": "none",
-            "use_rslora": False,
-            "use_dora": False,
-            "fan_in_fan_out": False,
-            "inference_mode": True,
-            "init_lora_weights": True,
-            "modules_to_save": None,
-        }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AdapterLayout:
-    """All of an adapter but its numbers, which are vectors of the same layout: its weights, and the optimizer's states.
-
-    `places`: each tensor's offset in a vector and its shape, by PEFT name. `states`: the names of the optimizer's
-    vectors. The other fields are those of `AdapterState`.
-    """
-
-    base_model: str
-    lora_config: LoraConfig
-    target_modules: Sequence[str]
-    places: Mapping[str, tuple[int, tuple[int, ...]]]
-    states: Sequence[str]
-    step: int
-    optimizer_type: str
-
-    @property
-    def size(self) -> int:
-        """Numbers in a vector."""
-        return sum(math.prod(shape) for _, shape in self.places.values())
-
-    def filled(
-        self, weights: npt.NDArray[Any], states: Mapping[str, npt.NDArray[np.float32]] | None = None
-    ) -> AdapterState:
-        """The adapter with these vectors; without `states`, its weights alone."""
-        optimizer = None
-        if states is not None:
-            flats = {state: FlatTensors(states[state], self.places) for state in self.states}
-            optimizer = {f"{state}.{name}": array for state, flat in flats.items() for name, array in flat.items()}
-        return AdapterState(
-            base_model=self.base_model,
-            lora_config=self.lora_config,
-            target_modules=self.target_modules,
-            tensors=FlatTensors(weights, self.places),
-            optimizer=optimizer,
-            step=0 if states is None else self.step,
-            optimizer_type=self.optimizer_type,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +120,7 @@ class Trainer(Protocol):
         faster than `capture`: on a GPU nothing leaves its memory, unless that is short."""
 
     def read_adapter(self, adapter_id: str, vector: str, start: int, stop: int) -> npt.NDArray[np.float32]:
-        """A host copy of the numbers [start, stop) of one vector: `WEIGHTS`, or one of `AdapterLayout.states`."""
+        """A host copy of the numbers [start, stop) of `WEIGHTS_VECTOR` or one of `AdapterLayout.states`."""
 
     def export(self, adapter_id: str) -> AdapterState:
         """A float32 host copy of the weights for programs that read the hosted service's exports. Tensors have the

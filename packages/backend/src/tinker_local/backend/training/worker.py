@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from tinker_local.backend.adapters.adapter import WEIGHTS_VECTOR, AdapterDType, AdapterLayout, AdapterState
 from tinker_local.backend.options import DecoderChoice
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training import delta_rule, lora, nudging
@@ -41,16 +42,7 @@ from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.spare_memory import cached_bytes, leave_spare_memory, take_all_memory_again
 from tinker_local.backend.training.tally import Tally
 from tinker_local.backend.training.token_budget import TokenBudget
-from tinker_local.backend.training.trainer import (
-    WEIGHTS,
-    AdapterDType,
-    AdapterLayout,
-    AdapterState,
-    Seat,
-    TrainDatum,
-    TrainResult,
-    TrainWork,
-)
+from tinker_local.backend.training.trainer import Seat, TrainDatum, TrainResult, TrainWork
 from tinker_local.backend.training.transfer import to_host
 from tinker_local.types import (
     ApiError,
@@ -416,7 +408,7 @@ class HFTrainer:
 
 def _fingerprints(stepped: Adapter, norm: float) -> dict[str, int]:
     """What an optimizer step computed, as numbers to compare between ranks, by name."""
-    vectors = {WEIGHTS: stepped.weights, **stepped.optimizer_state.tensors}
+    vectors = {WEIGHTS_VECTOR: stepped.weights, **stepped.optimizer_state.tensors}
     bits = int(np.float64(norm).view(np.int64))
     return {"gradient norm": bits, **{name: fingerprint(vector) for name, vector in vectors.items()}}
 

@@ -21,10 +21,9 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+from tinker_local.backend.adapters.adapter import AdapterState, AdapterVersion, written
 from tinker_local.backend.process.channel import Channel
 from tinker_local.backend.sampling.process_sampler import SamplerSeat
-from tinker_local.backend.sampling.sampler import AdapterVersion, written
-from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.backend.vllm_engine.compat_vllm import draw_module, masks_of, runs_on_cpu
 from tinker_local.backend.vllm_engine.patches import RANKS_NAME
 

@@ -7,8 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tinker_local.backend.sampling.host_adapters import HostAdapter, read_adapter
-from tinker_local.backend.sampling.sampler import AdapterVersion
+from tinker_local.backend.adapters.adapter import AdapterVersion
+from tinker_local.backend.adapters.host_adapters import HostAdapter, read_adapter
+from tinker_local.backend.families.family import ROUTERS
 from tinker_local.backend.threads import without_pool
 from tinker_local.backend.vllm_engine.compat_vllm import (
     holds_adapter,
@@ -24,9 +25,6 @@ from tinker_local.types import ApiError, InternalError, InvalidRequestError
 
 if TYPE_CHECKING:
     from tinker_local.backend.vllm_engine.rank_leader import Leader
-
-_ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Routers of experts, and the gate of a shared one: modules that take adapters, and of which most compute without."""
 
 
 class VLLMAdapters:
@@ -223,7 +221,7 @@ def check_adapter_taken(version: AdapterVersion, numbers: torch.Tensor, tensors:
     """
     where = f"sampler version {version.name}"
     weights = lora.loras
-    ignored = sorted(name for name in weights if name not in modules or name.rpartition(".")[2] in _ROUTERS)
+    ignored = sorted(name for name in weights if name not in modules or name.rpartition(".")[2] in ROUTERS)
     if ignored:
         raise InvalidRequestError(f"{where}: vLLM does not use the tensors of {', '.join(ignored)}")
     finite = all_finite(numbers)

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.sampling.process_sampler import SamplerSeat
 from tinker_local.backend.sampling.prompt_scores import prompt_questions
-from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.vllm_engine import sleep_mode
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions, build_engine

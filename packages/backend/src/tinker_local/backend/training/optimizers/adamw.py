@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from tinker_local.backend.adapters.adapter import WEIGHTS_VECTOR
 from tinker_local.backend.training.optimizers.optimizer import Array, Limits, Optimizer, OptimizerState, Span
-from tinker_local.backend.training.trainer import WEIGHTS
 from tinker_local.types import AdamParams, InvalidRequestError
 
 
@@ -73,7 +73,7 @@ def surely_stays_within(
     v = largest["exp_avg_sq"] + norm * norm
     size = settings.learning_rate / (1 - settings.beta1 ** (step + 1))
     decay = abs(1 - settings.learning_rate * settings.weight_decay)
-    weights = largest[WEIGHTS] * max(1.0, decay) + m * size / settings.eps
+    weights = largest[WEIGHTS_VECTOR] * max(1.0, decay) + m * size / settings.eps
     at_most = _SPARE * limits.state
     return spans["exp_avg_sq"][0] >= 0 and m < at_most and v < at_most and weights < _SPARE * limits.weights
 

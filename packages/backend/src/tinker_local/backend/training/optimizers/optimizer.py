@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tinker_local.backend.training.trainer import WEIGHTS
+from tinker_local.backend.adapters.adapter import WEIGHTS_VECTOR
 from tinker_local.types import InvalidRequestError
 from tinker_local.types.base import Frozen
 
@@ -93,7 +93,7 @@ class Optimizer:
                 f"optim_step: the norm of the accumulated gradient is {norm}; the step was not taken and the gradient "
                 "was discarded"
             )
-        vectors = {WEIGHTS: weights, **state.tensors}
+        vectors = {WEIGHTS_VECTOR: weights, **state.tensors}
         spans = dict(zip(vectors, spans_of(xp, list(vectors.values())), strict=True))
         safe = self.surely_stays_within
         if safe is None or not safe(limits, settings, state.step, norm, spans):
@@ -118,15 +118,15 @@ class Optimizer:
             for begin in range(start, stop, TRIED_AT_ONCE):
                 part = slice(begin, min(begin + TRIED_AT_ONCE, stop))
                 trial = OptimizerState({key: xp.clone(flat[part]) for key, flat in state.tensors.items()}, state.step)
-                vectors = {WEIGHTS: xp.clone(weights[part]), **trial.tensors}
-                self.update(xp, vectors[WEIGHTS], gradient[part], trial, settings, norm)
+                vectors = {WEIGHTS_VECTOR: xp.clone(weights[part]), **trial.tensors}
+                self.update(xp, vectors[WEIGHTS_VECTOR], gradient[part], trial, settings, norm)
                 tried += [(key, name) for key in vectors]
                 found += [xp.stack(xp.aminmax(values)) for values in vectors.values()]
         beyond = []
         for (key, name), (low, high) in zip(tried, xp.stack(found).tolist(), strict=True):
-            limit = limits.weights if key == WEIGHTS else limits.state
+            limit = limits.weights if key == WEIGHTS_VECTOR else limits.state
             if not (-limit <= low and high <= limit):  # nor if they are NaN
-                beyond.append(name if key == WEIGHTS else f"{key} of {name}")
+                beyond.append(name if key == WEIGHTS_VECTOR else f"{key} of {name}")
         if beyond := list(dict.fromkeys(beyond)):
             more = f" and of {len(beyond) - 1} more" if len(beyond) > 1 else ""
             raise InvalidRequestError(

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from tinker_local.backend.adapter_tensors import as_torch
-from tinker_local.backend.training.trainer import AdapterState
+from tinker_local.backend.adapters.adapter import AdapterState
+from tinker_local.backend.adapters.adapter_tensors import as_torch
 from tinker_local.types import InvalidRequestError, LoraConfig
 
 WEIGHTS = "adapter_model.safetensors"

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.adapters.adapter import FACTORS
 from tinker_local.backend.families.family import Experts
 from tinker_local.types import InvalidRequestError
 
@@ -22,7 +23,6 @@ GATE_UP, DOWN = "gate_up_proj", "down_proj"
 PEFT_VERSION = "0.19.1"
 """The first with this form: 0.17 to 0.19.0 exchange rows and columns of models that keep matrices as [out, in]."""
 
-_FACTORS = ("A", "B")
 _OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -50,7 +50,7 @@ def as_parameters(tensors: Tensors, names: Experts) -> dict[str, npt.NDArray[np.
     found = {name: np.asarray(array, np.float32) for name, array in tensors.items()}
     for module in _modules(tensors, names):
         (a_gate, b_gate), (a_up, b_up), (a_down, b_down) = (
-            [found.pop(f"{module}.{name}.lora_{factor}.weight") for factor in _FACTORS] for name in names.names
+            [found.pop(f"{module}.{name}.lora_{factor}.weight") for factor in FACTORS] for name in names.names
         )
         count, width, rank = b_gate.shape
         b = np.zeros((count, 2 * width, 2 * rank), np.float32)
@@ -76,7 +76,7 @@ def from_parameters(tensors: Tensors, names: Experts, parent: str, rank: int, fi
             f"{file}: holds no tensor …{ending}, though target_parameters names {parent}.{GATE_UP}"
         )
     for module in modules:
-        given = [f"{path}.lora_{factor}.weight" for path in _paths(module) for factor in _FACTORS]
+        given = [f"{path}.lora_{factor}.weight" for path in _paths(module) for factor in FACTORS]
         if missing := [name for name in given if name not in tensors]:
             raise InvalidRequestError(f"{file}: has {given[0]}, and lacks {', '.join(missing)}")
         for name in given:

@@ -12,17 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
+from tinker_local.backend.adapters.adapter import FACTORS, HEAD, LORA_ALPHA, AdapterState, tensor_name
+from tinker_local.backend.adapters.adapter_files import AGE, CONFIG, WEIGHTS
+from tinker_local.backend.adapters.peft_experts import DOWN, GATE_UP, check_experts_together, from_parameters
 from tinker_local.backend.families.family import Family, SplitRows
-from tinker_local.backend.storage.adapter_files import AGE, CONFIG, WEIGHTS
-from tinker_local.backend.storage.peft_experts import DOWN, GATE_UP, check_experts_together, from_parameters
-from tinker_local.backend.training.trainer import LORA_ALPHA, AdapterState
 from tinker_local.types import InvalidRequestError, LoraConfig
 from tinker_local.types.errors import brief
 
 Tensors = Mapping[str, npt.NDArray[np.float32]]
-
-HEAD = "lm_head"
-FACTORS = ("A", "B")
 
 MAX_CONFIG_BYTES = 2**20
 """Of `adapter_config.json`. PEFT writes the path of every module where last names do not tell them apart."""
@@ -132,7 +129,7 @@ class PeftAdapter:
                     notes.append(f"the parts of {last} are trained with an A for each: {', '.join(rows.projections)}")
             else:
                 for factor, name, array in (("A", a_name, a), ("B", b_name, b)):
-                    own = _own(path, factor)
+                    own = tensor_name(path, factor)
                     _check_shape(name, array.shape, fresh.tensors, own)
                     found[own] = array
         begun = self._begun(found, fresh)
@@ -179,19 +176,20 @@ class PeftAdapter:
         own A and columns of B."""
         (a_name, a), (b_name, b) = named_a, named_b
         paths = [f"{parent}.{part}" for part in rows.projections]
-        if (missing := [path for path in paths if _own(path, "B") not in fresh.tensors]) or a.ndim != 2 or b.ndim != 2:
+        missing = [path for path in paths if tensor_name(path, "B") not in fresh.tensors]
+        if missing or a.ndim != 2 or b.ndim != 2:
             raise InvalidRequestError(f"{WEIGHTS}: {b_name}: the model has no module {missing or paths}")
-        heights = [fresh.tensors[_own(path, "B")].shape[0] for path in paths]
+        heights = [fresh.tensors[tensor_name(path, "B")].shape[0] for path in paths]
         rank = self.rank * (len(paths) if joined else 1)
-        inputs = fresh.tensors[_own(paths[0], "A")].shape[1]
+        inputs = fresh.tensors[tensor_name(paths[0], "A")].shape[1]
         for name, array, wanted in ((a_name, a, (rank, inputs)), (b_name, b, (sum(heights), rank))):
             if array.shape != wanted:
                 raise _another_shape(name, array.shape, wanted)
         found, begin, left = {}, 0, b.copy()
         for place, (path, height) in enumerate(zip(paths, heights, strict=True)):
             columns = slice(place * self.rank, (place + 1) * self.rank) if joined else slice(None)
-            found[_own(path, "A")] = a[columns]
-            found[_own(path, "B")] = b[begin : begin + height, columns]
+            found[tensor_name(path, "A")] = a[columns]
+            found[tensor_name(path, "B")] = b[begin : begin + height, columns]
             left[begin : begin + height, columns] = 0
             begin += height
         if left.any():
@@ -362,10 +360,6 @@ def _tensors(path: Path) -> dict[str, npt.NDArray[np.float32]]:
             count = int((~np.isfinite(found[name])).sum())
             raise InvalidRequestError(f"{WEIGHTS}: {name}: {count} of {array.size} values are not finite")
     return found
-
-
-def _own(path: str, factor: str) -> str:
-    return f"base_model.model.{path}.lora_{factor}.weight"
 
 
 def _check_shape(name: str, shape: tuple[int, ...], tensors: Mapping[str, npt.NDArray[Any]], own: str) -> None:

@@ -1,10 +1,9 @@
 """The content of a version of an adapter, for samplers that cannot read its folder."""
 
 from safetensors import SafetensorError
-from tinker_local.backend.checksums import check_files
-from tinker_local.backend.sampling.sampler import AdapterVersion
-from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS, read_captured
-from tinker_local.backend.training.trainer import AdapterState
+from tinker_local.backend.adapters.adapter import AdapterState, AdapterVersion
+from tinker_local.backend.adapters.adapter_files import CONFIG, WEIGHTS, read_captured
+from tinker_local.backend.adapters.checksums import check_files
 from tinker_local.types import InvalidRequestError, NotFoundError
 
 

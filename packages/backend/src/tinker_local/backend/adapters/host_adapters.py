@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tinker_local.backend.adapter_tensors import FlatTensors, as_torch
-from tinker_local.backend.checksums import check_files
-from tinker_local.backend.sampling.sampler import AdapterVersion
+from tinker_local.backend.adapters.adapter import AdapterVersion
+from tinker_local.backend.adapters.adapter_files import CONFIG, WEIGHTS
+from tinker_local.backend.adapters.adapter_tensors import FlatTensors, as_torch
+from tinker_local.backend.adapters.checksums import check_files
 from tinker_local.types import InvalidRequestError, NotFoundError
-
-WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,13 +44,13 @@ def read_adapter(version: AdapterVersion, max_rank: int) -> HostAdapter:
         else:
             tensors = {name: as_torch(array) for name, array in state.tensors.items()}
     else:
-        for name in (CONFIG_FILE, WEIGHTS_FILE):
+        for name in (CONFIG, WEIGHTS):
             if not (version.path / name).is_file():
                 raise NotFoundError(f"{where}: there is no {name} in its folder, {version.path}")
         if not version.just_written:
-            check_files(version.path, (CONFIG_FILE, WEIGHTS_FILE), where)
-        config = _config(version.path / CONFIG_FILE, where)
-        tensors = _tensors(version.path / WEIGHTS_FILE, where)
+            check_files(version.path, (CONFIG, WEIGHTS), where)
+        config = _config(version.path / CONFIG, where)
+        tensors = _tensors(version.path / WEIGHTS, where)
     rank = _rank(config, where)
     if rank > max_rank:
         raise InvalidRequestError(f"{where}: rank {rank}, but the sampler serves ranks up to {max_rank}")
@@ -70,19 +68,19 @@ def _config(file: Path, where: str) -> Any:
     try:
         return json.loads(file.read_text())
     except ValueError as error:
-        raise InvalidRequestError(f"{where}: {CONFIG_FILE} cannot be read: {error!r}") from error
+        raise InvalidRequestError(f"{where}: {CONFIG} cannot be read: {error!r}") from error
 
 
 def _rank(config: Any, where: str) -> int:
     if not isinstance(config, dict) or "r" not in config:
-        raise InvalidRequestError(f"{where}: {CONFIG_FILE} cannot be read: it has no r")
+        raise InvalidRequestError(f"{where}: {CONFIG} cannot be read: it has no r")
     # vLLM 0.26 silently ignores these two; the trainer never writes them.
     for name in ("rank_pattern", "alpha_pattern"):
         if config.get(name):
-            raise InvalidRequestError(f"{where}: {name} in {CONFIG_FILE} is not supported")
+            raise InvalidRequestError(f"{where}: {name} in {CONFIG} is not supported")
     rank = config["r"]
     if type(rank) is not int or rank < 1:
-        raise InvalidRequestError(f"{where}: r is {rank!r} in {CONFIG_FILE}, not an integer >= 1")
+        raise InvalidRequestError(f"{where}: r is {rank!r} in {CONFIG}, not an integer >= 1")
     return rank
 
 
@@ -94,12 +92,12 @@ def _tensors(file: Path, where: str) -> Mapping[str, torch.Tensor]:
         with safetensors.safe_open(file, framework="pt") as tensors:
             return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
-        raise InvalidRequestError(f"{where}: {WEIGHTS_FILE} cannot be read: {error}") from error
+        raise InvalidRequestError(f"{where}: {WEIGHTS} cannot be read: {error}") from error
 
 
 def _check_pairs(tensors: Mapping[str, torch.Tensor], rank: int, where: str) -> None:
     if not tensors:
-        raise InvalidRequestError(f"{where}: {WEIGHTS_FILE} holds no tensors")
+        raise InvalidRequestError(f"{where}: {WEIGHTS} holds no tensors")
     for name, tensor in tensors.items():
         module, matrix, _ = name.rsplit(".", 2)
         other = {"lora_A": "lora_B", "lora_B": "lora_A"}.get(matrix)
@@ -107,4 +105,4 @@ def _check_pairs(tensors: Mapping[str, torch.Tensor], rank: int, where: str) -> 
             raise InvalidRequestError(f"{where}: {name} is not a LoRA matrix, or the other one of its pair is missing")
         shape = list(tensor.shape)
         if len(shape) not in (2, 3) or shape[-1 if matrix == "lora_B" else -2] != rank:
-            raise InvalidRequestError(f"{where}: {name} is of shape {shape}, but {CONFIG_FILE} says rank {rank}")
+            raise InvalidRequestError(f"{where}: {name} is of shape {shape}, but {CONFIG} says rank {rank}")
