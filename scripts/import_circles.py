@@ -1,12 +1,12 @@
-"""Refuse circles of imports between the folders of a package: `make check` runs it.
+"""Refuse circles of imports between the folders of a package, and between its modules: `make check` runs it.
 
-Each folder is a node, and so is each module beside the folders (`backend/options.py`). Every import counts: at the top
-of a module, inside a function, under `TYPE_CHECKING`. Modules of one folder may import each other.
+First each folder is a node, and so is each module beside the folders (`backend/options.py`); then each module. Every
+import counts: at the top of a module, inside a function, under `TYPE_CHECKING`.
 """
 
 import ast
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
@@ -27,15 +27,26 @@ def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def node_of(parts: Sequence[str], root: Path) -> str:
+def folder_of(parts: Sequence[str], root: Path) -> str:
     """The node that holds a dotted name below the namespace. A name that is not a module belongs to `__init__`."""
     package, name = parts[0], parts[1] if len(parts) > 1 else "__init__"
     is_module = (root / package / name).is_dir() or (root / package / f"{name}.py").is_file()
     return f"{package}/{name if is_module else '__init__'}"
 
 
-def imports(packages: Path) -> Graph:
-    """Which folder imports which, for all packages below `packages`."""
+def module_of(parts: Sequence[str], root: Path) -> str:
+    """The module that holds a dotted name below the namespace, the name itself or what it is taken from."""
+    for length in range(len(parts), 1, -1):
+        path = root.joinpath(*parts[:length])
+        if path.with_suffix(".py").is_file():
+            return "/".join(parts[:length])
+        if (path / "__init__.py").is_file():
+            return "/".join([*parts[:length], "__init__"])
+    return f"{parts[0]}/__init__"
+
+
+def imports(packages: Path, node_of: Callable[[Sequence[str], Path], str] = folder_of) -> Graph:
+    """Which node imports which, for all packages below `packages`."""
     graph: Graph = {}
     for root in sorted(packages.glob(f"*/src/{NAMESPACE}")):
         for path in sorted(root.rglob("*.py")):
@@ -61,6 +72,7 @@ def circle(graph: Mapping[str, Mapping[str, str]]) -> list[str]:
 
 
 if __name__ == "__main__":
-    if found := circle(imports(PACKAGES)):
-        print("these imports make a circle:", *found, sep="\n  ")
-        sys.exit(1)
+    for node_of in (folder_of, module_of):
+        if found := circle(imports(PACKAGES, node_of)):
+            print("these imports make a circle:", *found, sep="\n  ")
+            sys.exit(1)

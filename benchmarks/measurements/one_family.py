@@ -157,8 +157,8 @@ def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any], *, pa
     layers in a row as the model has. `parts`: also of several adapters, without the fused kernels, and the kernels'
     times."""
     import torch
+    from tinker_local.backend.training.choose_kernels import kernels_for
     from tinker_local.backend.training.experts import SILU, ClampedGating, ExpertWeights, Routing
-    from tinker_local.backend.training.kernels import kernels_for
 
     device, dtype = timing.device(), torch.bfloat16 if timing.device() == "cuda" else torch.float32
     count, chosen = config.get("num_local_experts", config.get("num_experts")), config["num_experts_per_tok"]
@@ -280,8 +280,8 @@ class ExpertsLayer:
     def pass_of(self, adapters: int, *, fused: bool = True) -> Callable[[], None]:
         """Forward and backward with as many adapters, each of as many rows."""
         import torch
+        from tinker_local.backend.training.choose_kernels import kernels_for
         from tinker_local.backend.training.experts import ExpertsKept, Routing, down, experts_backward, gate_and_up
-        from tinker_local.backend.training.kernels import kernels_for
         from tinker_local.backend.training.lora import Adapter, AdapterSlice, Target, groups_of, layout
         from tinker_local.backend.training.lora_batch import LoraBatch
         from tinker_local.types import LoraConfig

@@ -24,13 +24,14 @@ from tinker_local.backend.training.decoders.autograd import AutogradPass
 from tinker_local.backend.training.decoders.written_out.attention_block import AttentionPass
 from tinker_local.backend.training.decoders.written_out.layers import WrittenOutPass
 from tinker_local.backend.training.decoders.written_out.mlp_block import MlpPass
+from tinker_local.backend.training.joined_ranks import JoinedRanks
 from tinker_local.backend.training.lora import Adapter
 from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.micro_batch import MicroBatchRunner
 from tinker_local.backend.training.optimizers.adamw import ADAMW
 from tinker_local.backend.training.passes import Passes
 from tinker_local.backend.training.peer_memory import Handle, HostMemory
-from tinker_local.backend.training.ranks import ONE_RANK, Ranks, join
+from tinker_local.backend.training.ranks import ONE_RANK, Ranks
 from tinker_local.backend.training.tally import Tally
 from tinker_local.backend.training.trainer import Seat, TrainDatum, TrainResult, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
@@ -460,7 +461,7 @@ def main(folder: Path, extent: str, rank: int, size: int, two_hosts: str | None)
     if two_hosts:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     meeting = two_hosts or str(folder / f"meeting-{extent}-{size}")
-    ranks = join(Seat(rank, size, meeting, host=2 * rank // size if two_hosts else 0), torch.device("cpu"))
+    ranks = JoinedRanks(Seat(rank, size, meeting, host=2 * rank // size if two_hosts else 0), torch.device("cpu"))
     seen: dict[str, Any] = copies_of_two(folder, ranks) if extent == "copies" else {}
     for label in {"all": LABELS, "short": ["text"], "copies": []}[extent]:
         images = label.startswith("image")

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from tinker_local.backend.training.joined_ranks import JoinedRanks
 from tinker_local.backend.training.packing import items_of
-from tinker_local.backend.training.ranks import ONE_RANK, Ranks, join
+from tinker_local.backend.training.ranks import ONE_RANK, Ranks
 from tinker_local.backend.training.trainer import Seat, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import ApiError, LoraConfig
@@ -176,7 +177,7 @@ def four(folder: Path, ranks: Ranks) -> dict[str, Any]:
 def main(folder: Path, extent: str, rank: int, size: int, _: None) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(1500, exit=True)  # a hang shows where, and ends
-    ranks = join(Seat(rank, size, str(folder / f"meeting-{extent}-{size}")), torch.device("cpu"))
+    ranks = JoinedRanks(Seat(rank, size, str(folder / f"meeting-{extent}-{size}")), torch.device("cpu"))
     seen = {"two": two, "faults": faults, "four": four}[extent](folder, ranks)
     (folder / f"{extent}-{rank}-of-{size}.pickle").write_bytes(pickle.dumps(seen))
     os._exit(0)

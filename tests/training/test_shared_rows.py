@@ -193,9 +193,9 @@ class ThreadRanks(RowRanks):
 )
 @pytest.mark.mutation(
     "sinks-of-the-first-heads",
-    "SharedRow.of_heads",
-    "rule.sinks.chunk(self.ranks.size)[self.ranks.rank]",
-    "rule.sinks.chunk(self.ranks.size)[0]",
+    "AttentionRule.of_heads",
+    "[ranks.rank]",
+    "[0]",
 )
 @pytest.mark.parametrize("size", [2, 4])
 def test_attention_of_ranks_that_share_a_row_is_that_of_one(size: int) -> None:

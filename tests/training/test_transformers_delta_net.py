@@ -14,8 +14,8 @@ import pytest
 import torch
 from tinker_local.backend.families import family_of
 from tinker_local.backend.tiny_models import make_tiny_vl_model
+from tinker_local.backend.training.choose_kernels import kernels_for
 from tinker_local.backend.training.decoders import make_decoder, transformers_delta_net
-from tinker_local.backend.training.kernels import kernels_for
 from tinker_local.backend.training.load_model import config_of
 
 FAILING = '__version__ = "0.6.0"\n' + "".join(

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from import_circles import circle, imports  # noqa: E402
+from import_circles import circle, imports, module_of  # noqa: E402
 
 DOWN = "from tinker_local.backend.lower.part import thing\n"
 UP = "from tinker_local.backend.upper.part import thing\n"
@@ -52,12 +52,13 @@ def test_circle_through_a_single_module_and_the_packages_names_is_found(tmp_path
     assert len(circle(imports(packages(tmp_path, __init__=init, single=single, lower__part=part)))) == 3
 
 
-def test_imports_within_a_folder_are_no_circle(tmp_path: Path) -> None:
+def test_circle_of_two_modules_of_one_folder_is_found(tmp_path: Path) -> None:
     other = "from tinker_local.backend.lower.part import thing\n"
-    assert (
-        circle(imports(packages(tmp_path, lower__part="import tinker_local.backend.lower.other\n", lower__other=other)))
-        == []
-    )
+    tree = packages(tmp_path, lower__part="def f():\n    import tinker_local.backend.lower.other\n", lower__other=other)
+    assert circle(imports(tree)) == []
+    assert len(circle(imports(tree, module_of))) == 2
+    (tree / "backend/src/tinker_local/backend/lower/part.py").write_text("thing = 1\n")
+    assert circle(imports(tree, module_of)) == []
 
 
 def test_make_check_ends_with_the_lines_of_a_circle(tmp_path: Path) -> None:

@@ -96,6 +96,11 @@ class AttentionRule:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
 
+    def of_heads(self, shared: SharedRow) -> "AttentionRule":
+        """The rule for this rank's heads."""
+        ranks = shared.ranks
+        return self if self.sinks is None else replace(self, sinks=self.sinks.chunk(ranks.size)[ranks.rank])
+
 
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, rule: AttentionRule
@@ -107,7 +112,7 @@ def attend(
         return query.new_empty(query.shape), None
     if (shared := segments.shared) is not None:
         query, key, value = shared.to_heads(query, key, value)
-        output, logsumexp = attend(query, key, value, segments.gathered, shared.of_heads(rule))
+        output, logsumexp = attend(query, key, value, segments.gathered, rule.of_heads(shared))
         return shared.to_rows(output)[0], logsumexp
     if rule.softcap is None and not segments.images and compat_torch.flash_attention_works(query):
         output, logsumexp = compat_torch.flash_attention(
@@ -138,7 +143,7 @@ def attend_backward(
     outputs of `attend`."""
     if (shared := segments.shared) is not None:
         grad, query, key, value, output = shared.to_heads(grad, query, key, value, output)
-        of_heads = shared.of_heads(rule)
+        of_heads = rule.of_heads(shared)
         found = attend_backward(grad, query, key, value, output, logsumexp, segments.gathered, of_heads)
         del grad, query, key, value, output
         grad_query, grad_key, grad_value = shared.to_rows(*found)

@@ -182,15 +182,6 @@ class TorchKernels:
         return logits.copy_(torch.where(scale[:, None] != 0, softmax * scale[:, None], 0.0))
 
 
-def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The fastest kernels for activations of `dtype` on `device`."""
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        from tinker_local.backend.training.triton_kernels import TritonKernels
-
-        return TritonKernels()
-    return TorchKernels()
-
-
 def activated(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
     """In plain torch."""
     if activation == "silu":

@@ -10,9 +10,10 @@ from tinker_local.backend.families.family import Family, LogitRule
 from tinker_local.backend.options import DecoderChoice
 from tinker_local.backend.stages import stage
 from tinker_local.backend.training.checkpoint_fit import check_files, check_finite, check_found
+from tinker_local.backend.training.choose_kernels import kernels_for
 from tinker_local.backend.training.decoder import Decoder
 from tinker_local.backend.training.decoders import make_decoder
-from tinker_local.backend.training.kernels import Kernels, kernels_for
+from tinker_local.backend.training.kernels import Kernels
 from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights
 from tinker_local.backend.training.logit_rule import logit_rule
 from tinker_local.backend.training.lora import HEAD, Target

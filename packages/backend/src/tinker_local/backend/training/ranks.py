@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import torch
 from tinker_local.backend.training.shared_rows import ONE_HAS_ALL, RowRanks
-from tinker_local.backend.training.trainer import Seat
 
 T = TypeVar("T")
 
@@ -67,14 +66,6 @@ class Ranks:
 
 
 ONE_RANK = Ranks()
-
-
-def join(seat: Seat, device: torch.device) -> Ranks:
-    """Wait for all other ranks. Their tensors are on devices of the type of `device`, which this one uses from now
-    on."""
-    from tinker_local.backend.training.joined_ranks import JoinedRanks
-
-    return JoinedRanks(seat, device)
 
 
 def fingerprint(tensor: torch.Tensor) -> int:

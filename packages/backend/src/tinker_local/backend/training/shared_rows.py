@@ -11,14 +11,10 @@ N heads, D head size.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from tinker_local.types import UnsupportedError
-
-if TYPE_CHECKING:
-    from tinker_local.backend.training.attention import AttentionRule
 
 
 class RowLeftError(Exception):
@@ -97,10 +93,6 @@ class SharedRow:
         if heads % self.ranks.size:
             raise UnsupportedError(f"its {heads} heads cannot be divided among {self.ranks.size} ranks")
         return heads // self.ranks.size
-
-    def of_heads(self, rule: "AttentionRule") -> "AttentionRule":
-        """`rule` for this rank's heads."""
-        return rule if rule.sinks is None else replace(rule, sinks=rule.sinks.chunk(self.ranks.size)[self.ranks.rank])
 
 
 def share(positions: int, ranks: RowRanks) -> SharedRow:

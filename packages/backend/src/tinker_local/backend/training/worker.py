@@ -28,6 +28,7 @@ from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training import delta_rule, lora, nudging
 from tinker_local.backend.training.block_memory import CUDA_LOGITS
 from tinker_local.backend.training.decoders.transformers_positions import rotate_on
+from tinker_local.backend.training.joined_ranks import JoinedRanks
 from tinker_local.backend.training.load_model import load_model
 from tinker_local.backend.training.lora import Adapter, TensorSpec
 from tinker_local.backend.training.losses import loss_of
@@ -37,7 +38,7 @@ from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.optimizers.optimizer import OptimizerState
 from tinker_local.backend.training.packing import Item
 from tinker_local.backend.training.passes import Passes, release_unused_memory
-from tinker_local.backend.training.ranks import ONE_RANK, Ranks, fingerprint, join
+from tinker_local.backend.training.ranks import ONE_RANK, Ranks, fingerprint
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.spare_memory import cached_bytes, leave_spare_memory, take_all_memory_again
 from tinker_local.backend.training.tally import Tally
@@ -417,4 +418,4 @@ def trainer_of_rank(model_path: str, seat: Seat, **settings: Any) -> HFTrainer:
     """An `HFTrainer` with these settings for one of several ranks, in its own process: the `TrainerFactory` of a
     `ProcessTrainer` with `ranks`. Waits for the others."""
     device = torch.device(settings.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return HFTrainer(model_path, ranks=join(seat, device), **settings)
+    return HFTrainer(model_path, ranks=JoinedRanks(seat, device), **settings)
