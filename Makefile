@@ -29,11 +29,11 @@ wheels: setup ## dist/: wheels, and the requirements that install them with an e
 
 # Tiny models: more threads than one only get in each other's way.
 test: export OMP_NUM_THREADS ?= 1
-test: setup ## the test suite; ARGS="-k name" for a part of it
+test: setup ## what takes minutes: no servers of their own; ARGS="-k name" for a part, EXAMPLES=100 for many of Hypothesis
 	$(BIN)/python -m pytest -n auto -m "not more and not ray" $(ARGS)
 
 test-more: export OMP_NUM_THREADS ?= 1
-test-more: setup ## what is slow or needs more: examples, the cookbook, real clients, killed servers
+test-more: setup ## what starts processes or takes long: servers, kills, ranks, examples, the cookbook, browsers, pages
 	$(BIN)/python -m pytest -n auto -m "more and not ray" $(ARGS)
 
 test-ray: export OMP_NUM_THREADS ?= 1

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from zlib import crc32
 
 import certifi
 import pytest
@@ -42,8 +43,16 @@ os.environ["TINKER_LOCAL_SERVE_COMPARE_SECONDS"] = "0"
 _given = [each.name for each in fields(BackendOptions)].index("compare_seconds")
 _defaults: tuple[Any, ...] = vars(BackendOptions)["__init__"].__defaults__
 vars(BackendOptions)["__init__"].__defaults__ = (*_defaults[:_given], 0.0, *_defaults[_given + 1 :])
+
+
+def few(examples: int) -> int:
+    """A quarter of so many examples of Hypothesis; EXAMPLES=4 in the environment makes all, and EXAMPLES=100 many."""
+    return max(5, round(examples * float(os.environ.get("EXAMPLES", "1")) / 4))
+
+
 # How long an example takes says how busy the machine is.
-settings.register_profile("busy", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+busy = settings(settings.default, max_examples=few(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("busy", busy)
 settings.load_profile("busy")
 os.environ["NO_PROXY"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1", "localhost"]))
 
@@ -77,6 +86,9 @@ LONGEST = (
 )
 """Scopes that come first, in this order: one that begins last is what all wait for in the end."""
 
+TURN = "TESTS_TURN"
+"""The variable with the commit by which tests take turns; empty if they do not."""
+
 TEXT, VISION = "tiny/text", "tiny/vision"
 """Names under which tests serve the two tiny models."""
 
@@ -89,10 +101,39 @@ def scope(nodeid: str) -> str:
     return next((group for path, group in TOGETHER.items() if f"{file}/".startswith(f"{path}/")), file)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those of `LONGEST` come first."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Of the whole suite, tests marked `rotated` take turns by the commit; ALL=1 runs all of them."""
+    if not hasattr(config, "workerinput"):  # workers have the environment of the process that starts them
+        turn = "" if not is_whole(config) or "ALL" in os.environ else commit()
+        os.environ[TURN] = turn
+
+
+def commit() -> str:
+    """The first digits, in base 16, of the one that is checked out; "0" without git."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=7", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "0"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Those of `LONGEST` come first. Of a test with the mark `rotated(n)` every nth case stays, by the commit."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(scope(item.nodeid), len(places)))
+    if not os.environ[TURN]:
+        return
+    cases: defaultdict[str, int] = defaultdict(int)
+    resting = []
+    for item in items:
+        if mark := item.get_closest_marker("rotated"):
+            test = item.nodeid.partition("[")[0]
+            place = crc32(test.encode()) + cases[test] + int(os.environ[TURN], 16)
+            cases[test] += 1
+            if place % mark.args[0]:
+                resting.append(item)
+    config.hook.pytest_deselected(items=resting)
+    items[:] = [item for item in items if item not in resting]
 
 
 def pytest_collection_finish() -> None:
@@ -114,14 +155,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"{sum(seconds.values()):.0f} s of workers: {took}")
 
 
+def is_whole(config: pytest.Config) -> bool:
+    """Whether this is `make test` or `make test-more`, and not a part of them."""
+    marks = config.option.markexpr in ("", "more and not ray", "not more and not ray")
+    return marks and not config.option.keyword and config.args_source is pytest.Config.ArgsSource.TESTPATHS
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """`-n auto`: two for `make test` and `make test-more`, none (pytest's own process) for a part of them, which would
     pay for what both have to start; nor beside a GPU, whose memory the tests measure."""
-    whole = config.option.markexpr in ("", "more and not ray", "not more and not ray") and not config.option.keyword
-    if not whole or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
-        return 0
-    return 0 if Path("/dev/nvidia0").exists() else 2
+    return 2 if is_whole(config) and not Path("/dev/nvidia0").exists() else 0
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.more
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 

@@ -199,6 +199,7 @@ def test_memory_counts_what_a_process_starts() -> None:
     assert 0.25 < memory.peak_gib < 1
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.more
 @pytest.mark.timeout(600)
 def test_our_half_runs_on_a_tiny_model_and_is_not_run_again(tmp_path: Path) -> None:

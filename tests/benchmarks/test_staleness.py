@@ -48,6 +48,7 @@ def test_all_losses_and_stalenesses_take_the_same_steps_at_the_examples_rates() 
     assert {(options.loss, options.staleness) for options in found} == {(a, b) for a in LOSSES for b in STALENESS}
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.more
 @pytest.mark.timeout(600)
 def test_jobs_run_once_and_a_budget_stops_those_that_run(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.chaos.breakable_engines import breakable_sampler, breakable_trainer, 
 
 def break_disk() -> None:
     """Half of a file of weights is written, and then the disk is full."""
-    from tinker_local.backend.storage import adapter_files
+    from tinker_local.backend.adapters import adapter_files
 
     save = adapter_files._save
 

@@ -8,6 +8,7 @@ import torch
 from tests.chaos.rank_kills import OTHER, VICTIM, rank_faults
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.more  # starts a server with vLLM, and its ranks several times
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU has no room for two ranks' collectives")

@@ -16,6 +16,8 @@ from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.models.load_engines import load_fake
 from tinker_local.types import InvalidRequestError
 
+pytestmark = pytest.mark.more
+
 PROGRAM = """
 import shutil
 import sys

@@ -5,7 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.compatibility.record import SHAPES, record
+
+pytestmark = pytest.mark.more
 
 
 def test_requests_and_answers_have_the_shapes_that_were_recorded_on_fakes(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from tinker_local.backend.cli.serve import serve
 
 from tests.documentation.pages import DOCS, PAGES, ROOT, RUN, RUN_ELSEWHERE, Block, blocks, indented
 
+pytestmark = pytest.mark.more
+
 
 def commands(text: str) -> list[list[str]]:
     """The words of each line of a shell block; of a pipe, each part."""

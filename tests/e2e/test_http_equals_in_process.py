@@ -7,6 +7,8 @@ import pytest
 import torch
 from tinker_local.types import AdamParams, Datum, EncodedTextChunk, ImageChunk, LoraConfig, ModelInput, SamplingParams
 
+pytestmark = pytest.mark.more
+
 ON_GPU = torch.cuda.is_available()
 """There the engines run in bfloat16, whose sums depend on what else is in a batch: samples may differ."""
 

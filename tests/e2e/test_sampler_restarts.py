@@ -43,6 +43,7 @@ def wait_until(condition: Any, seconds: float = 300) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.more
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sampling_goes_on_after_a_kill_and_a_hang_as_if_there_had_been_none(

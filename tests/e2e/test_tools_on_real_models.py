@@ -18,6 +18,8 @@ from transformers import AutoTokenizer
 
 from tests.conftest import TEXT, VISION, Server
 
+pytestmark = pytest.mark.more
+
 HI: Any = [{"role": "user", "content": "What is the weather?"}]
 WEATHER: Any = {
     "type": "object",

@@ -68,6 +68,7 @@ def test_supervised_loop_teaches_any_family_in_its_chat_format(families_server: 
     assert last < first / 10
 
 
+@pytest.mark.rotated(2)
 def test_demo_takes_another_family(tmp_path: Path) -> None:
     """A few steps only: what each family reaches with all of them is in the README."""
     few = ("--epochs", "0.2", "--min-accuracy", "0", "--max-blank-accuracy", "1", "--eval-images", "20")

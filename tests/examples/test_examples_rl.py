@@ -110,6 +110,7 @@ def check_that_reward_rises(printed: str, picture: Path, rise: float = 0.3) -> N
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.more
 @pytest.mark.timeout(SECONDS + 60)
 def test_reward_rises_by_rl_and_not_on_blank_images(real_server: Any, tmp_path: Path) -> None:
@@ -118,6 +119,7 @@ def test_reward_rises_by_rl_and_not_on_blank_images(real_server: Any, tmp_path: 
     check_that_reward_rises(printed, tmp_path / "color_square.png")
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.more
 @pytest.mark.timeout(2 * SECONDS)
 def test_walker_learns_the_way_to_a_goal_that_only_the_newest_picture_shows(

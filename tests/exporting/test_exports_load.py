@@ -24,6 +24,8 @@ from tinker_local.types import ApiError, InternalError, InvalidRequestError
 
 from tests.exporting.conftest import Tuned, asked, hf_logprobs, load
 
+pytestmark = pytest.mark.more
+
 FAMILIES = ("qwen3", "qwen3_vl", "qwen2_5_vl", "qwen3_5", "gemma3")
 Make = Callable[..., Tuned]
 
@@ -161,7 +163,7 @@ def test_merged_model_keeps_the_dtype_of_its_base(tuned: Make, tmp_path: Path) -
     assert "lm_head.weight" in tensors
 
 
-@pytest.mark.more
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize(
     ("family", "tied", "head", "vision"),
     [

@@ -31,6 +31,8 @@ from tinker_local.types import (
     UnsupportedError,
 )
 
+pytestmark = pytest.mark.more
+
 MODEL = FakeModel("fake/bigram")
 
 

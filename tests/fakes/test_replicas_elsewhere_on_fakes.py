@@ -36,6 +36,8 @@ from tests.http.supervised_apps import apps, children, served
 from tests.training.relay_hosts import RelayHosts, RelayReplicas, rank_elsewhere, sampler_elsewhere
 from tests.training.test_ranks_elsewhere_on_fakes import gone, running
 
+pytestmark = pytest.mark.more
+
 Start = Callable[..., Awaitable[Api]]
 
 

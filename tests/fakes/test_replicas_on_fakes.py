@@ -22,6 +22,8 @@ from tests.fakes.test_sampler_supervision_on_fakes import tokens, with_seed
 from tests.http.conftest import BASE, Api
 from tests.http.supervised_apps import apps, served, works_again
 
+pytestmark = pytest.mark.more
+
 Start = Callable[..., Awaitable[Api]]
 
 
@@ -116,7 +118,6 @@ async def test_while_a_killed_replica_is_replaced_the_other_answers_for_all_tena
     await all_work(api)
 
 
-@pytest.mark.more
 async def test_a_replica_that_hangs_is_replaced_and_its_samples_come_from_another_on_fakes(
     start: Start, samplers: ModuleType
 ) -> None:
@@ -135,7 +136,6 @@ async def test_a_replica_that_hangs_is_replaced_and_its_samples_come_from_anothe
     assert not other.ended
 
 
-@pytest.mark.more
 async def test_without_any_replica_samples_wait_for_the_next_on_fakes(start: Start) -> None:
     api = await start()
     sampler = await api.base_sampler()

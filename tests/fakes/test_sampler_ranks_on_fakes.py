@@ -28,6 +28,8 @@ from tests.fakes.test_sampler_supervision_on_fakes import tokens
 from tests.http.conftest import BASE, Api
 from tests.http.supervised_apps import apps, served
 
+pytestmark = pytest.mark.more
+
 
 def restarted(api: Api, times: int) -> bool:
     return served(api).sampler_supervisions[0].restarts == times

@@ -25,6 +25,8 @@ from tinker_local.types import InternalError
 from tests.http.conftest import BASE, Api
 from tests.http.supervised_apps import OTHER, apps, served, works_again
 
+pytestmark = pytest.mark.more
+
 Start = Callable[..., Awaitable[Api]]
 
 

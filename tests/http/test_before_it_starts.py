@@ -18,6 +18,8 @@ from tinker_local.backend.models import model_folder
 from tinker_local.backend.models.model_folder import look_at
 from tinker_local.backend.options import BackendOptions, ModelSource
 
+pytestmark = pytest.mark.more
+
 GIB = 2**30
 
 

@@ -16,10 +16,11 @@ from tinker_local.backend.training.losses import LOSSES
 from tinker_local.types import Datum, ForwardBackwardRequest, ModelInput
 from tinker_local.types.codec import encode_forward_backward_request
 
+from tests.conftest import few
 from tests.fuzz.mutate import places, replaced
 from tests.http.conftest import Api
 
-BOUNDED = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+BOUNDED = settings(max_examples=few(60), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 NUMBERS = st.one_of(
     st.integers(-3, 5),
@@ -308,7 +309,7 @@ def test_no_protobuf_content_gets_a_5xx_on_fakes(fuzzed: Any) -> None:
     model = run(api.model())
     seq_id = 0
 
-    @settings(BOUNDED, max_examples=150)
+    @settings(BOUNDED, max_examples=few(150))
     @given(losses, st.lists(datums, max_size=3), st.booleans(), st.sampled_from([0.5, float("nan"), -1.0]))
     def fuzz(loss_fn: str, data: list[Any], forward_only: bool, setting: float) -> None:
         nonlocal seq_id

@@ -10,6 +10,8 @@ from tinker_local.types import Datum, ForwardBackwardRequest, ModelInput
 from tinker_local.types.codec import encode_forward_backward_request
 from tinker_local.types.sdk import to_sdk
 
+pytestmark = pytest.mark.more
+
 MODEL = ("--fake", "--model", "fake/bigram")
 DATA = [Datum(model_input=ModelInput.from_ints([5, 9, 20]), loss_fn_inputs={"target_tokens": [9, 20, 31]})]
 PROMPT = ModelInput.from_ints([5, 9, 20, 31])

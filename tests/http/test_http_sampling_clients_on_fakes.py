@@ -18,6 +18,8 @@ from tinker_local.backend.models.load_engines import load_fake
 
 from tests.http.conftest import Api, StartApi
 
+pytestmark = pytest.mark.more
+
 BLOCK = 10**9
 PROMPT = tinker.ModelInput.from_ints([5, 9, 20])
 

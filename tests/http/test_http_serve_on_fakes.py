@@ -23,6 +23,8 @@ from tinker_local.types.codec import encode_forward_backward_request
 
 from tests.conftest import PATIENT, without_time
 
+pytestmark = pytest.mark.more
+
 MAIN = [sys.executable, "-m", "tinker_local.backend.cli.main"]
 FAKE = ["serve", "--fake", "--model", "fake/bigram"]
 
@@ -331,7 +333,6 @@ def test_signal_ends_long_polls_and_cleans_up_on_fakes(
     assert not (server.data_dir / "ephemeral").exists()
 
 
-@pytest.mark.more
 def test_a_terminal_that_is_closed_stops_the_server_once_and_saves_on_fakes(
     scripted: Callable[[str], Scripted],
 ) -> None:
@@ -347,7 +348,6 @@ def test_a_terminal_that_is_closed_stops_the_server_once_and_saves_on_fakes(
     assert saved(scripted, model) == ["weights/autosave"]
 
 
-@pytest.mark.more
 def test_a_second_signal_skips_what_the_first_saves_on_fakes(scripted: Callable[[str], Scripted]) -> None:
     server = scripted(SLOW_DISK.replace("sleep(5)", "sleep(1000)"))
     model = trained(server)
@@ -362,7 +362,6 @@ def test_a_second_signal_skips_what_the_first_saves_on_fakes(scripted: Callable[
     assert server.lines[-1] == "stopped"
 
 
-@pytest.mark.more
 def test_a_server_under_nohup_goes_on_when_the_terminal_is_closed_on_fakes(
     scripted: Callable[[str], Scripted],
 ) -> None:
@@ -375,7 +374,6 @@ def test_a_server_under_nohup_goes_on_when_the_terminal_is_closed_on_fakes(
     assert answer.json() == {"status": "ok"}
 
 
-@pytest.mark.more
 def test_a_broken_pipe_behind_the_server_loses_no_training_on_fakes(scripted: Callable[[str], Scripted]) -> None:
     """`tinker-local serve | tee log`: Ctrl-C ends `tee`, too."""
     server = scripted(BROKEN_PIPE)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinker_local.backend.storage import adapter_files
+from tinker_local.backend.adapters import adapter_files
 
 from tests.http.conftest import BASE, Api, StartApi, close_api, open_api
 

@@ -17,6 +17,8 @@ from tinker_local.types.control_tokens import special_tokens
 
 from tests.real_tokenizers.conftest import REAL, Real, make_model, real_one
 
+pytestmark = pytest.mark.more
+
 NAME = "tiny/real"
 SCHEMA: Any = {
     "type": "object",

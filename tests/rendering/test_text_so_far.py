@@ -13,7 +13,7 @@ from tinker_local.backend.rendering import text as module
 from tinker_local.backend.rendering.hf_text import HFText
 from tinker_local.backend.rendering.text import TextSoFar
 
-from tests.conftest import TEXT
+from tests.conftest import TEXT, few
 
 
 def as_bytes(tokens: Sequence[int]) -> str:
@@ -26,7 +26,7 @@ def pieces(decode: Any, tokens: Sequence[int], stops: Sequence[str] = ()) -> lis
     return [so_far.add((token,), last=at == len(tokens) - 1) for at, token in enumerate(tokens)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=few(300), deadline=None)
 @given(
     st.lists(st.sampled_from([*"ab 你é😀".encode(), 0xFF, 0xC3, 0xE4]) | st.integers(0, 255), min_size=1, max_size=60)
 )
@@ -34,7 +34,7 @@ def test_bytes_of_any_kind_become_the_text_of_all_at_once(tokens: list[int]) -> 
     assert "".join(pieces(as_bytes, tokens)) == as_bytes(tokens)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=few(200), deadline=None)
 @given(st.text("abc", min_size=1, max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
 def test_text_ends_before_the_first_stop_and_never_shows_a_part_of_it(text: str, stops: list[str]) -> None:
     expected = text
@@ -58,7 +58,7 @@ def test_bytes_that_never_become_text_are_not_decoded_again_and_again() -> None:
     assert longest <= 3 * module.MOST_UNREAD
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=few(100), deadline=None)
 @given(st.data())
 def test_tokens_of_a_tokenizer_become_the_text_of_all_at_once(tiny_models: dict[str, Path], data: Any) -> None:
     text = HFText.load(str(tiny_models[TEXT]))

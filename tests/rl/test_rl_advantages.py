@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from tinker_local.client import rl
 from tinker_local.types import InvalidRequestError
 
+from tests.conftest import few
+
 FUNCTIONS = [rl.centered_returns, rl.normalized_returns, rl.centered_returns_to_go]
 
 
@@ -61,7 +63,7 @@ def test_small_and_large_differences_are_differences() -> None:
     assert rl.normalized_returns([trajectory(1e6), trajectory(1e6 + 0.01)]) == pytest.approx([-1.0, 1.0])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=few(150))
 @given(st.lists(st.lists(st.floats(-1e100, 1e100), min_size=1, max_size=4), min_size=1, max_size=6))
 def test_advantages_are_finite_and_centered(rewards: list[list[float]]) -> None:
     group = [trajectory(*each) for each in rewards]

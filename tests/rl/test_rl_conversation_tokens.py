@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tinker_local.client import rl
 from tinker_local.types import InvalidRequestError
 
+from tests.conftest import few
 from tests.rl import chat_templates as templates
 from tests.rl.chat_templates import BOS, END_HEADER, EOT, HEADER
 
@@ -232,7 +233,7 @@ def test_a_sampled_header_that_ends_a_reply_is_not_written_twice(
     "said_chunks = [tinker.EncodedTextChunk(tokens=chat.encode(written, continued=True) + sampled[len(body) :])]",
 )
 @pytest.mark.parametrize("family", [*TEXT_TEMPLATES, "no end"])
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=few(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_is_sampled_stays_as_it_was_sampled(
     make_chat: Callable[..., rl.Chat], elements_of: Callable[..., list[Any]], family: str, data: st.DataObject

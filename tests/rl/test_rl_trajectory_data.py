@@ -15,10 +15,11 @@ from tinker_local.client import rl
 from tinker_local.types import InvalidRequestError
 from tinker_local.types.sdk import from_sdk
 
+from tests.conftest import few
 from tests.rl import chat_templates as templates
 
 TEMPLATES = {"Qwen3-VL": None, **templates.CONTINUING, "thinking": templates.THINKING}
-quick = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+quick = settings(deadline=None, max_examples=few(40), suppress_health_check=list(HealthCheck))
 
 
 def positions(elements: list[Any]) -> list[Any]:

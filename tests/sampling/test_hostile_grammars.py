@@ -17,6 +17,8 @@ from tinker_local.types import InvalidRequestError
 
 from tests.sampling.test_grammars import COLOURS, constrained, same, spelled
 
+pytestmark = pytest.mark.more
+
 RULES = 50
 DOUBLING = "\n".join(
     ["root ::= r0 root", *(f'r{i} ::= r{i + 1} r{i + 1} | "a"' for i in range(RULES)), f'r{RULES} ::= "a"']

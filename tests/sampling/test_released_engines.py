@@ -16,6 +16,8 @@ import pytest
 import torch
 from tinker_local.backend.vllm_engine import build_engine, compat_vllm, patches, release_engine
 
+pytestmark = pytest.mark.more
+
 SCRIPT = """
 import gc, sys, weakref
 from tinker_local.backend.vllm_engine import build_engine, compat_vllm, release_engine

@@ -10,6 +10,8 @@ from tinker_local.backend.options import BackendOptions, EnginePlace, ModelSourc
 from tinker_local.backend.stages import Stage, in_words, stage, taken
 from tinker_local.backend.vllm_engine import patches
 
+pytestmark = pytest.mark.more
+
 ENGINE = {"imports", "options", "device", "weights", "compiled", "KV cache", "kernels", "engine"}
 TRAINER = {"weights", "numbers checked", "decoder compared"}
 

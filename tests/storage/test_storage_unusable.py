@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tinker_local.backend.adapters import adapter_files
 from tinker_local.backend.adapters.adapter import AdapterState
-from tinker_local.backend.storage import Store, adapter_files, store
+from tinker_local.backend.storage import Store, store
 from tinker_local.types import InvalidRequestError
 
 from tests.storage.store_states import RUN, make_record, make_state, same_tensors

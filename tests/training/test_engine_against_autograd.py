@@ -27,6 +27,7 @@ from tinker_local.backend.training.vision_attention import use_packed_attention
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import LoraConfig
 
+from tests.conftest import few
 from tests.training.autograd_reference import Hooked, norms_in_float64
 
 RELATIVE = 1e-9
@@ -40,7 +41,7 @@ FLAGS: tuple[dict[str, bool], ...] = (
     {"train_attn": False, "train_mlp": False},
 )
 
-bounded = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+bounded = settings(max_examples=few(25), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 # Random models

@@ -34,6 +34,7 @@ def test_every_kernel_fits_a_card_with_little_shared_memory(tmp_path: Path) -> N
     check(compiled_for(CARDS[89], launch_each_once, tmp_path))
 
 
+@pytest.mark.rotated(6)
 @pytest.mark.more
 @pytest.mark.parametrize("card", CARDS.values(), ids=lambda card: f"sm_{card.capability}")
 def test_every_kernel_fits_every_card_for_all_models_and_ranks(card: Card, tmp_path: Path) -> None:

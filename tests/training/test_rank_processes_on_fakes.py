@@ -25,6 +25,8 @@ from tinker_local.types import UnsupportedError
 from tests.http.conftest import BASE, Api, datum
 from tests.http.supervised_apps import OTHER, apps, children, served, works_again
 
+pytestmark = pytest.mark.more
+
 RANKS = 3
 
 Start = Callable[..., Awaitable[Api]]
@@ -148,7 +150,6 @@ async def test_a_rank_that_cannot_load_is_the_error_of_all_on_fakes(trainers: Mo
 KILLS = int(os.environ.get("TINKER_LOCAL_TEST_KILLS", "20"))
 
 
-@pytest.mark.more  # starts three processes for each kill
 async def test_random_kills_in_a_step_leave_nothing_behind_on_fakes(
     start: Start, trainers: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,8 @@ from tests.training.rank_program import (
     Seen,
 )
 
+pytestmark = pytest.mark.more
+
 Folder = Callable[[], Path]
 
 
@@ -274,7 +276,6 @@ def test_a_failure_on_one_rank_is_one_of_all_and_changes_nothing(two: Any, place
         assert set(errors[::2]) == {"InternalError: rank 1 of the trainer failed: ZeroDivisionError: injected"}
 
 
-@pytest.mark.more  # a part of the tests above, for mutations
 @pytest.mark.mutation(
     "gradients-averaged-over-ranks",
     "JoinedRanks.add_up",
@@ -286,7 +287,6 @@ def test_gradients_of_two_ranks_are_those_of_one_in_short(folder: Path, short: A
     assert deviation(short[0]["text"].gradients, alone.gradients) <= 1e-5
 
 
-@pytest.mark.more
 @pytest.mark.mutation(
     "stepped-before-all-ranks-have",
     "HFTrainer._stepped",
@@ -299,7 +299,6 @@ def test_a_failure_on_one_rank_is_one_of_all_in_short(short: Any) -> None:
             assert (fault.error is None, fault.same, fault.again) == (False, True, True)
 
 
-@pytest.mark.more
 @pytest.mark.mutation(
     "ranks-diverge-unnoticed", "JoinedRanks.compare", "        if differing:\n", "        if False:\n"
 )
@@ -315,7 +314,6 @@ def check_fatal_step(seen: Mapping[str, Any], label: str) -> None:
     assert (same, discarded) == (True, True)
 
 
-@pytest.mark.more
 def test_all_ranks_refuse_a_step_that_would_leave_what_is_not_finite_in_short(short: Any) -> None:
     for seen in short:
         check_fatal_step(seen, "text")
@@ -327,7 +325,6 @@ def test_all_ranks_refuse_a_step_that_would_leave_what_is_not_finite(two: Any) -
             check_fatal_step(seen, label)
 
 
-@pytest.mark.more  # four ranks
 def test_four_ranks_with_two_copies_of_sharded_weights_compute_what_one_does(folder: Path, two_hosts: Any) -> None:
     four = two_hosts
     for label in ("image, sharded", "text, sharded"):
@@ -346,7 +343,6 @@ def test_four_ranks_with_two_copies_of_sharded_weights_compute_what_one_does(fol
         assert memory.walking <= 1.05 * (part + 3 * memory.layer)
 
 
-@pytest.mark.more
 def test_weights_are_sharded_within_a_host_and_copied_over_hosts(two_hosts: Any) -> None:
     processes = [seen["process"] for seen in two_hosts]
     for rank, seen in enumerate(two_hosts):

@@ -32,6 +32,8 @@ from tests.training import relay_hosts
 from tests.training.process_trainers import hanging_rank, rank_that_cannot_load
 from tests.training.relay_hosts import RelayHosts, start_relay
 
+pytestmark = pytest.mark.more
+
 Start = Callable[..., ProcessTrainer]
 
 
@@ -121,7 +123,6 @@ class _Hangs:
     loss_fn = "importance_sampling"
 
 
-@pytest.mark.more
 async def test_a_lost_host_fails_the_step_with_the_last_checkpoint_and_another_model_never_notices_on_fakes(
     tmp_path: Path,
 ) -> None:
@@ -162,7 +163,6 @@ async def test_a_lost_host_fails_the_step_with_the_last_checkpoint_and_another_m
             await api.result(await api.gradient(await api.model(session, 2), 1))
 
 
-@pytest.mark.more
 def test_an_error_of_a_rank_elsewhere_is_that_of_the_load_on_fakes(start: Start) -> None:
     with pytest.raises(Exception, match="model_type 'gpt': not supported"):
         start(rank_that_cannot_load).load()
@@ -204,7 +204,6 @@ print(f"{time.monotonic() - start:.2f} the relay has ended")
 """
 
 
-@pytest.mark.more
 def test_a_host_that_falls_silent_is_noticed_within_10_seconds_on_both_sides() -> None:
     own_network = ["unshare", "--user", "--map-root-user", "--net"]
     if subprocess.run([*own_network, "ip", "link", "show"], capture_output=True).returncode:

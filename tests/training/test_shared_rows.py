@@ -26,6 +26,8 @@ from tests.training.rank_program import RETRIED, TRAINERS, Fault, Seen
 from tests.training.shared_rows_program import FAMILIES, IN_FLOAT32, LAYOUTS, TWO
 from tests.training.test_ranks import assert_equal, deviation, spawned, tensors
 
+pytestmark = pytest.mark.more
+
 
 @pytest.fixture(scope="module")
 def folder(model_path: Callable[[str], Path]) -> Path:
@@ -120,7 +122,6 @@ def test_heads_that_ranks_cannot_divide_are_refused_with_the_numbers(two: Any) -
         assert "its 1 heads cannot be divided among 2 ranks" in seen["one KV head"]
 
 
-@pytest.mark.more  # with every place where a rank can fail
 def test_a_failure_on_one_rank_of_a_row_is_one_of_all_and_changes_nothing(
     folder: Path, model_path: Callable[[str], Path]
 ) -> None:
@@ -137,21 +138,18 @@ def test_a_failure_on_one_rank_of_a_row_is_one_of_all_and_changes_nothing(
             assert found[0].error == "InternalError: rank 1 of the trainer failed: ZeroDivisionError: injected"
 
 
-@pytest.mark.more  # four ranks
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_four_ranks_that_share_rows_train_what_one_does(one: Any, four: Any, layout: str) -> None:
     label = LAYOUTS[layout][0]
     assert_trained_alike([seen[layout] for seen in four], one[label.removesuffix(", sharded")], tolerance(label))
 
 
-@pytest.mark.more
 def test_four_ranks_train_the_vision_tower_as_one_does(folder: Path, four: Any) -> None:
     alone = shared_rows_program.of_tower(folder)
     for seen in four:
         assert deviation(seen["tower"], alone) <= 1e-12
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_families_share_rows(folder: Path, four: Any, family: str) -> None:
     alone = shared_rows_program.of_family(folder, family)
@@ -160,7 +158,6 @@ def test_other_families_share_rows(folder: Path, four: Any, family: str) -> None
         assert deviation({"a": seen[family]}, {"a": alone}) <= (1e-5 if family in IN_FLOAT32 else 1e-12)
 
 
-@pytest.mark.more
 def test_a_number_of_ranks_that_rows_cannot_divide_is_refused(four: Any) -> None:
     for seen in four:
         assert seen["three of four"] == "ValueError: context_parallel 3: it must divide the number of ranks, 4"

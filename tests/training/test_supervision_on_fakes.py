@@ -26,6 +26,8 @@ from tinker_local.types import Datum, LoraConfig, ModelInput, NotFoundError
 from tests.http.conftest import BASE, Api, datum
 from tests.http.supervised_apps import OTHER, apps, children, served, works_again
 
+pytestmark = pytest.mark.more
+
 Start = Callable[..., Awaitable[Api]]
 
 
@@ -464,7 +466,6 @@ async def test_a_sampler_that_sleeps_is_woken_for_the_new_trainer_on_fakes(start
     await trained(api, model, 1)
 
 
-@pytest.mark.more
 async def test_twenty_kills_leave_nothing_behind_on_fakes(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "SHORT_LIFE", 0.0)
     api = await start()

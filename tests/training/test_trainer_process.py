@@ -14,6 +14,8 @@ from tinker_local.backend.training.trainer import Trainer, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import AdamParams, ApiError, InternalError, InvalidRequestError, LoraConfig, UnsupportedError
 
+pytestmark = pytest.mark.more
+
 Start = Callable[[str], ProcessTrainer]
 
 

@@ -42,6 +42,8 @@ from tinker_local.types import (
     UnsupportedError,
 )
 
+pytestmark = pytest.mark.more
+
 HERE = Path(__file__).parent
 Make = Callable[..., ProcessTrainer]
 

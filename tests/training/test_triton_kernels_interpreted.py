@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.more
+
 
 @pytest.mark.mutation(
     "rows-by-expert-alone",

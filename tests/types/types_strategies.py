@@ -28,7 +28,9 @@ from tinker_local.types import (
     TopkLogprobs,
 )
 
-quick = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+from tests.conftest import few
+
+quick = settings(deadline=None, max_examples=few(60), suppress_health_check=[HealthCheck.too_slow])
 
 
 def image_file(format: str, size: tuple[int, int] = (3, 2)) -> bytes:

@@ -9,6 +9,8 @@ import pytest
 from click.testing import CliRunner
 from tinker_local.backend.cli.main import main
 
+pytestmark = pytest.mark.more
+
 COUNTED = """
 import asyncio, os, sys, threading
 import torch

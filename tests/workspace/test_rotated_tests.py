@@ -1,0 +1,40 @@
+"""Tests with the mark `rotated` take turns by the commit, and each has its turn."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests import conftest
+
+
+def left(nodes: Sequence[str], every: int) -> list[str]:
+    """Which of these cases, with `rotated(every)`, stay of the suite; one more has no mark."""
+    mark = SimpleNamespace(args=(every,))
+    items: list[Any] = [SimpleNamespace(nodeid=node, get_closest_marker=lambda _: mark) for node in nodes]
+    items.append(SimpleNamespace(nodeid="tests/other.py::test_other", get_closest_marker=lambda _: None))
+    config: Any = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None))
+    conftest.pytest_collection_modifyitems(config, items)
+    names = [item.nodeid for item in items]
+    assert "tests/other.py::test_other" in names
+    return [name for name in names if name != "tests/other.py::test_other"]
+
+
+@pytest.mark.parametrize(("cases", "every"), [(6, 6), (10, 3), (2, 2), (1, 3)])
+def test_every_case_has_its_turn_and_no_commit_has_many(
+    monkeypatch: pytest.MonkeyPatch, cases: int, every: int
+) -> None:
+    nodes = [f"tests/a.py::test_a[{case}]" for case in range(cases)]
+    seen = []
+    for commit in range(every):
+        monkeypatch.setenv(conftest.TURN, hex(commit + 0xABC0000))
+        found = left(nodes, every)
+        assert cases // every <= len(found) <= -(-cases // every)
+        seen += found
+    assert sorted(seen) == sorted(nodes)
+
+
+def test_without_a_turn_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(conftest.TURN, "")
+    assert len(left([f"tests/a.py::test_a[{case}]" for case in range(6)], 6)) == 6
