@@ -468,6 +468,7 @@ def write(path: Path, state: AdapterState) -> AdapterVersion:
     return AdapterVersion(str(path), path)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "family",
     [

@@ -177,6 +177,7 @@ def assert_agree(
     return float(np.abs(ours - base).max())
 
 
+@pytest.mark.more
 def test_trainer_and_sampler_agree_with_each_target_alone(
     trainer: HFTrainer, exact: Exact, folder: Path, images: Sequence[RenderedImage], tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def vllms_own_classes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(each, "packed_modules_mapping", {"qkv_proj": ["q_proj", "k_proj", "v_proj"]})
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", KINDS)
 async def test_each_target_alone_reaches_the_sampler(kind: str, tmp_path: Path) -> None:
     vision, fields = KINDS[kind]

@@ -183,6 +183,7 @@ def continued(work: SampleWork, output: Any) -> tuple[RenderedInput, np.ndarray[
     return replace(work.prompt, token_ids=ids), np.concatenate([output.prompt_logprobs[1:], sequence.logprobs])
 
 
+@pytest.mark.more
 def test_each_target_alone_reaches_the_sampler(trainer: HFTrainer, exact: Exact, folder: Path, tmp_path: Path) -> None:
     """An adapter that changes one projection alone, one after the other, and one after training; all in the same steps,
     beside the base model."""

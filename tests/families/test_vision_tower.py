@@ -255,6 +255,7 @@ def picture(trainer: HFTrainer, folder: Path, seed: int, width: int, height: int
     return RenderedImage(f"{seed}", ours.num_tokens, ours.pixel_values, ours.grid_thw, theirs.item, theirs.num_bytes)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_target_alone_reaches_the_sampler(
     family: Family, trainers: Trainers, folders: Callable[[Family], Path], tmp_path: Path

@@ -261,6 +261,7 @@ async def test_expected_tokens_that_the_service_refuses_fail_alone(sampler: Scri
     assert (failed.failure.kind, len(failed.turns)) == ("sampling", 1)
 
 
+@pytest.mark.more
 async def test_a_sync_call_that_takes_too_long_fails_alone(sampler: ScriptedSampler) -> None:
     release = threading.Event()
     maker = Maker(lambda index: Countdown(on_step=(lambda turn: release.wait(60)) if index == 0 else lambda turn: None))

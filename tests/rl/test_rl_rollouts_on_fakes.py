@@ -540,6 +540,7 @@ def _start_script(kind: str, **settings: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "NO_COLOR": "1"}, **settings)
 
 
+@pytest.mark.more
 def test_ctrl_c_ends_a_rollout_with_stuck_environments_and_closes_the_others(script: Any) -> None:
     process = script("stuck", stderr=subprocess.PIPE)
     assert process.stdout is not None
@@ -554,6 +555,7 @@ def test_ctrl_c_ends_a_rollout_with_stuck_environments_and_closes_the_others(scr
         assert complaint not in err.decode()
 
 
+@pytest.mark.more
 def test_a_rollout_leaves_nothing_on_stderr_and_no_thread(script: Any) -> None:
     out, err = script("failing", stderr=subprocess.PIPE).communicate(timeout=280)
     lines = out.decode().splitlines()
@@ -563,6 +565,7 @@ def test_a_rollout_leaves_nothing_on_stderr_and_no_thread(script: Any) -> None:
     assert [line for line in err.decode().splitlines() if not line.startswith("Executing <")] == []
 
 
+@pytest.mark.more
 def test_on_a_terminal_a_bar_shows_what_happens(script: Any) -> None:
     terminal, stderr = pty.openpty()
     process = script("failing", stderr=stderr)

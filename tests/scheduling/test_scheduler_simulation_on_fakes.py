@@ -127,6 +127,7 @@ async def backlog(world: World, model: Model, sizes: Callable[[], int], count: i
             world.submit(model, model.ids(1)[0], "optim_step")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("steps", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_sessions_get_the_same_however_many_models_they_have_on_fakes(seed: int, steps: bool) -> None:

@@ -602,6 +602,7 @@ def test_waiting_batches_are_split_to_the_halved_budget_too(
     assert max(tried[1:]) <= 20
 
 
+@pytest.mark.more
 def test_a_budget_that_was_halved_grows_back_when_memory_suffices(
     ours: Any, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -684,6 +685,7 @@ class OneAllocationFails(TorchDispatchMode):
         return result
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("decoder", ["written-out", "autograd"])
 def test_memory_that_runs_out_anywhere_leaves_nothing_half_done(
     decoder: Any, trainer: Any, add_adapter: Any, make: Any

@@ -152,12 +152,13 @@ class FakeModel:
         }
 
 
+_PARSED = {tensor_name(module, factor): (module, factor) for module in MODULES.values() for factor in FACTORS}
+
+
 def parse_tensor_name(name: str) -> tuple[str, str]:
     """The inverse of `tensor_name`; InvalidRequestError for a name that this model does not have."""
-    for module in MODULES.values():
-        for factor in FACTORS:
-            if name == tensor_name(module, factor):
-                return module, factor
+    if name in _PARSED:
+        return _PARSED[name]
     raise InvalidRequestError(f"adapter tensor {name}: matches no module of the model; it has {list(MODULES.values())}")
 
 

@@ -28,7 +28,6 @@ from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training import delta_rule, lora, nudging
 from tinker_local.backend.training.block_memory import CUDA_LOGITS
 from tinker_local.backend.training.decoders.transformers_positions import rotate_on
-from tinker_local.backend.training.joined_ranks import JoinedRanks
 from tinker_local.backend.training.load_model import load_model
 from tinker_local.backend.training.lora import Adapter, TensorSpec
 from tinker_local.backend.training.losses import loss_of
@@ -417,5 +416,7 @@ def _fingerprints(stepped: Adapter, norm: float) -> dict[str, int]:
 def trainer_of_rank(model_path: str, seat: Seat, **settings: Any) -> HFTrainer:
     """An `HFTrainer` with these settings for one of several ranks, in its own process: the `TrainerFactory` of a
     `ProcessTrainer` with `ranks`. Waits for the others."""
+    from tinker_local.backend.training.joined_ranks import JoinedRanks
+
     device = torch.device(settings.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
     return HFTrainer(model_path, ranks=JoinedRanks(seat, device), **settings)
