@@ -29,7 +29,7 @@ wheels: setup ## dist/: wheels, and the requirements that install them with an e
 
 # Tiny models: more threads than one only get in each other's way.
 test: export OMP_NUM_THREADS ?= 1
-test: setup ## what takes minutes: no servers of their own; ARGS="-k name" for a part, EXAMPLES=100 for many of Hypothesis
+test: setup ## all that is quick; ARGS="-k name" for a part, EXAMPLES=100 for many examples of Hypothesis
 	$(BIN)/python -m pytest -n auto -m "not more and not ray" $(ARGS)
 
 test-more: export OMP_NUM_THREADS ?= 1
@@ -58,6 +58,7 @@ mutations: setup ## break a line for each mutation and see its test fail: ARGS="
 	$(BIN)/python tests/mutations.py $(ARGS)
 
 mutants: setup ## break code by rule and list what no test notices, in hours: ARGS=losses, ARGS="scheduling --file fairness.py"
+	$(if $(ARGS),,$(error which folder? make mutants ARGS=losses))
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 format: setup ## rewrite the code as `check` wants it

@@ -1,7 +1,8 @@
 """Refuse circles of imports between the folders of a package, and between its modules: `make check` runs it.
 
 First each folder is a node, and so is each module beside the folders (`backend/options.py`); then each module. Every
-import counts: at the top of a module, inside a function, under `TYPE_CHECKING`.
+import counts: at the top of a module, inside a function, under `TYPE_CHECKING`. What the `__init__` of a folder imports
+is not counted for those who import another module of it.
 """
 
 import ast

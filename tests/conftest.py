@@ -102,9 +102,9 @@ def scope(nodeid: str) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Of the whole suite, tests marked `rotated` take turns by the commit; ALL=1 runs all of them."""
+    """Of the whole suite, tests marked `rotated` take turns by the commit; EVERY_TEST=1 runs all of them."""
     if not hasattr(config, "workerinput"):  # workers have the environment of the process that starts them
-        turn = "" if not is_whole(config) or "ALL" in os.environ else commit()
+        turn = "" if not is_whole(config) or os.environ.get("EVERY_TEST") else commit()
         os.environ[TURN] = turn
 
 

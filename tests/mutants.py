@@ -43,6 +43,7 @@ def report(code: str, tests: str, copy: Path) -> None:
     (copy / "mutants.toml").write_text(settings)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(copy), *(str(path) for path in copy.glob("packages/*/src"))]),
+        "EXAMPLES": "4",
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
         "PATH": os.pathsep.join([os.environ["PATH"], str(ROOT / ".uv" / "bin")]),

@@ -273,7 +273,7 @@ class Copy:
         paths = [str(self.folder), *(str(path) for path in self.folder.glob("packages/*/src"))]
         sys.path[:] = [*paths, *(path for path in sys.path if path not in (str(ROOT), str(ROOT / "tests")))]
         sys.dont_write_bytecode = True
-        os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.pathsep.join(paths)}
+        os.environ |= {"EXAMPLES": "4", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.pathsep.join(paths)}
         # A failure is enough: looking for a smaller one takes minutes.
         hypothesis.settings.register_profile("first-failure", phases=set(hypothesis.Phase) - {hypothesis.Phase.shrink})
         hypothesis.settings.load_profile("first-failure")

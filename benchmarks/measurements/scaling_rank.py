@@ -95,13 +95,15 @@ def deviation(found: Any, wanted: Any) -> tuple[float, float]:
 def rank_trainer(scale: Scale, job: Job, rank: int, size: int) -> Any:
     """The trainer of this rank, after all others have come."""
     import torch
-    from tinker_local.backend.training.ranks import ONE_RANK, join
+    from tinker_local.backend.training.joined_ranks import JoinedRanks
+    from tinker_local.backend.training.ranks import ONE_RANK
     from tinker_local.backend.training.trainer import Seat
 
     device = torch.device(timing.device())
     if device.type == "cpu":
         torch.set_num_threads(1)
-    ranks = ONE_RANK if size == 1 else join(Seat(rank, size, str(Path(job.folder) / f"meeting-{job.layout}")), device)
+    seat = Seat(rank, size, str(Path(job.folder) / f"meeting-{job.layout}"))
+    ranks = ONE_RANK if size == 1 else JoinedRanks(seat, device)
     options: dict[str, Any] = {"ranks": ranks, "device": device.type}
     if job.layout == "sharded":
         options["shards"] = size

@@ -10,12 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
-import transformers
 from safetensors.numpy import load_file
 from tinker_local.backend.adapters.peft_adapters import read_peft_adapter
 from tinker_local.backend.families import family_of
-from tinker_local.backend.tiny_models import make_tiny_text_model
-from tinker_local.backend.training.worker import HFTrainer
 
 from tests.conftest import Server
 from tests.storage.earlier_data import CLI, EARLIER, MODEL, greedy, step
@@ -52,12 +49,18 @@ def test_runs_and_samplers_of_an_earlier_data_folder_go_on_on_fakes(
     assert found["logprobs"] == pytest.approx(expected["sample"]["logprobs"], abs=1e-6)
     client = service.create_training_client_from_state_with_optimizer(expected["state"])
     assert [step(client, first) for first in (40, 50)] == pytest.approx(expected["losses after"], abs=1e-5)
-    [run] = service.create_rest_client().list_training_runs(limit=9).result().training_runs[1:]
+    earlier = expected["state"].removeprefix("tinker://").partition("/")[0]
+    runs = service.create_rest_client().list_training_runs(limit=9).result().training_runs
+    [run] = [each for each in runs if each.training_run_id == earlier]
     assert run.user_metadata == {"of": "a fixture"}
 
 
 @pytest.mark.parametrize("commit", COMMITS)
 def test_an_adapter_that_an_earlier_commit_exported_comes_back_bit_for_bit(tmp_path: Path, commit: str) -> None:
+    import transformers
+    from tinker_local.backend.tiny_models import make_tiny_text_model
+    from tinker_local.backend.training.worker import HFTrainer
+
     unpacked(commit, tmp_path)
     model = make_tiny_text_model(tmp_path / "model", family="qwen3")
     family = family_of(transformers.AutoConfig.from_pretrained(model).model_type, "")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tinker_local.backend.adapters.adapter import AdapterVersion
-from tinker_local.backend.adapters.host_adapters import read_adapter
+from tinker_local.backend.adapters.host_adapters import host_adapter
 from tinker_local.backend.storage import Store
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.types import InvalidRequestError
@@ -62,7 +62,7 @@ def test_64_damaged_bytes_are_an_error_that_names_file_and_folder(
     for load in (
         lambda: store.read_checkpoint(written, optimizer=False),
         lambda: store.check_checkpoint(written, "path"),
-        lambda: read_adapter(AdapterVersion("v", folder), 64),
+        lambda: host_adapter(AdapterVersion("v", folder), 64),
     ):
         with pytest.raises(InvalidRequestError, match=rf"is damaged: {WEIGHTS} .*{words}.* put {folder} back"):
             load()

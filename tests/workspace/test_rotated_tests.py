@@ -1,5 +1,6 @@
 """Tests with the mark `rotated` take turns by the commit, and each has its turn."""
 
+import os
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,31 @@ def test_every_case_has_its_turn_and_no_commit_has_many(
         assert cases // every <= len(found) <= -(-cases // every)
         seen += found
     assert sorted(seen) == sorted(nodes)
+
+
+@pytest.mark.parametrize(
+    ("marks", "keyword", "source", "whole"),
+    [
+        ("not more and not ray", "", "TESTPATHS", True),
+        ("more and not ray", "", "TESTPATHS", True),
+        ("more and not ray", "one", "TESTPATHS", False),
+        ("more", "", "ARGS", False),
+        ("more and not ray", "", "ARGS", False),
+        ("ray", "", "TESTPATHS", False),
+    ],
+)
+def test_only_the_whole_suite_takes_turns(
+    monkeypatch: pytest.MonkeyPatch, marks: str, keyword: str, source: str, whole: bool
+) -> None:
+    option = SimpleNamespace(markexpr=marks, keyword=keyword)
+    config: Any = SimpleNamespace(option=option, args_source=pytest.Config.ArgsSource[source])
+    monkeypatch.setenv(conftest.TURN, "?")
+    monkeypatch.delenv("EVERY_TEST", raising=False)
+    conftest.pytest_configure(config)
+    assert os.environ[conftest.TURN] == (conftest.commit() if whole else "")
+    monkeypatch.setenv("EVERY_TEST", "1")
+    conftest.pytest_configure(config)
+    assert os.environ[conftest.TURN] == ""
 
 
 def test_without_a_turn_all_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,3 +132,36 @@ def test_names_of_python_files_are_unique_and_so_tell_what_is_inside() -> None:
             by_name.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
     assert len(by_name) > 300
     assert not {name: found for name, found in by_name.items() if len(found) > 1}
+
+
+def defined(module: str) -> set[str] | None:
+    """The names at the top of a module of ours, and the modules beside it; None if there is no such module."""
+    for source in (ROOT / "packages").glob("*/src"):
+        path = source.joinpath(*module.split("."))
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if file.is_file():
+            nodes = ast.walk(ast.parse(file.read_text()))
+            names = {name for node in nodes for name in bound(node)}
+            return names | ({each.stem for each in path.glob("*")} if path.is_dir() else set())
+    return None
+
+
+def bound(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.alias):
+        yield node.asname or node.name
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "scripts"])
+def test_what_programs_import_of_the_packages_is_there(folder: str) -> None:
+    """mypy does not look at them."""
+    missing = []
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tinker_local."):
+                lacking = {each.name for each in node.names} - (defined(node.module) or set())
+                missing += [f"{file.name}: {node.module}.{name}" for name in sorted(lacking)]
+    assert missing == []

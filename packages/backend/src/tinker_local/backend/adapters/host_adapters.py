@@ -27,7 +27,7 @@ class HostAdapter:
     flat: torch.Tensor | None = None
 
 
-def read_adapter(version: AdapterVersion, max_rank: int) -> HostAdapter:
+def host_adapter(version: AdapterVersion, max_rank: int) -> HostAdapter:
     """The adapter of `version`, from memory if its folder is not written yet. Blocks.
 
     NotFoundError if the folder is gone, InvalidRequestError for an adapter that cannot be served.

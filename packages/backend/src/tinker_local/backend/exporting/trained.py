@@ -188,8 +188,8 @@ def _paths(tensors: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _own_name(name: str, base: BaseModel) -> str:
     """A tensor's name by its module in the model: exports of the hosted service and of this server differ in some."""
-    path = path_of(name)
-    return name.replace(path, base.family.own_path(path), 1)
+    factor = name.rpartition(".lora_")[2].removesuffix(".weight")
+    return tensor_name(base.family.own_path(path_of(name)), factor)
 
 
 def _json(path: Path) -> dict[str, Any]:

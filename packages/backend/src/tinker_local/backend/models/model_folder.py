@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinker_local.backend.adapters.adapter_files import CONFIG
+from tinker_local.backend.adapters.adapter_files import CONFIG as ADAPTER_CONFIG
 from tinker_local.backend.families import NO_FAMILY, OTHER, family_of
 from tinker_local.backend.families.family import Family
 from tinker_local.backend.options import ModelSource
@@ -200,18 +200,18 @@ def _pointers(folder: Path) -> Iterator[str]:
 
 def _adapters(folder: Path) -> Iterator[str]:
     """Why an adapter of PEFT in `folder` is in the way."""
-    if not (folder / CONFIG).is_file():
+    if not (folder / ADAPTER_CONFIG).is_file():
         return
     if not (folder / "config.json").exists():
         yield (
-            f"{folder} holds an adapter ({CONFIG}), and no model; serve its base model"
-            f"{_base_model(folder / CONFIG)}, and send the adapter with `tinker-local import`"
+            f"{folder} holds an adapter ({ADAPTER_CONFIG}), and no model; serve its base model"
+            f"{_base_model(folder / ADAPTER_CONFIG)}, and send the adapter with `tinker-local import`"
         )
         return
     yield (
-        f"{folder / CONFIG} belongs to an adapter, which transformers would add to the weights of the model beside it,"
-        " and vLLM would not; if these weights have it already, remove the adapter's files, otherwise keep them in "
-        "another folder and send it with `tinker-local import`"
+        f"{folder / ADAPTER_CONFIG} belongs to an adapter, which transformers would add to the weights of the model "
+        "beside it, and vLLM would not; if these weights have it already, remove the adapter's files, otherwise keep "
+        "them in another folder and send it with `tinker-local import`"
     )
 
 

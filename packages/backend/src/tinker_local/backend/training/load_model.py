@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import transformers
+from tinker_local.backend.adapters.adapter import HEAD
 from tinker_local.backend.families import FAMILIES, NO_FAMILY, OTHER, family_of
 from tinker_local.backend.families.family import Family, LogitRule
 from tinker_local.backend.options import DecoderChoice
@@ -16,7 +17,7 @@ from tinker_local.backend.training.decoders import make_decoder
 from tinker_local.backend.training.kernels import Kernels
 from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights
 from tinker_local.backend.training.logit_rule import logit_rule
-from tinker_local.backend.training.lora import HEAD, Target
+from tinker_local.backend.training.lora import HEAD_GROUP, Target
 from tinker_local.backend.training.shared_rows import ONE_HAS_ALL, RowRanks
 from tinker_local.backend.training.vision_attention import use_packed_attention
 from tinker_local.backend.training.vision_tower import VisionTower
@@ -54,7 +55,7 @@ class LoadedModel:
     @property
     def head_target(self) -> Target:
         """The LM head as a target of adapters."""
-        return Target.of("lm_head", HEAD, 0, self.model.lm_head, "unembed")
+        return Target.of(HEAD, HEAD_GROUP, 0, self.model.lm_head, "unembed")
 
 
 def decoder_of_sizes(config: Any, dtype: str, decoder: DecoderChoice) -> tuple[Decoder, int]:
@@ -91,7 +92,7 @@ def _check_layers(config: Any, where: str) -> None:
             f"{where}: transformers makes no language model of model_type {kind!r}: {first}"
         ) from None
     try:
-        for needed in (f"{path}.layers", "lm_head"):
+        for needed in (f"{path}.layers", HEAD):
             model.get_submodule(needed)
     except AttributeError as error:
         raise UnsupportedError(

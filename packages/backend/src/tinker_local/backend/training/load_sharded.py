@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import safe_open
+from tinker_local.backend.adapters.adapter import HEAD
 from tinker_local.backend.families.family import Family
 from tinker_local.backend.training.checkpoint_fit import check_finite, check_found
 from tinker_local.backend.training.sharded_weights import ReadPart, ShardedWeights
@@ -87,7 +88,7 @@ def load_sharded(
             tensors = _weights_first(layer, f"layer {index}")
             weights.add_layer(tensors, _reader(checkpoint, tensors, f"{names}{index}.", path))
         if not tied:
-            tensors = _weights_first(model.lm_head, "lm_head")
+            tensors = _weights_first(model.lm_head, HEAD)
             weights.add_head(tensors, _reader(checkpoint, tensors, "lm_head.", path))
     for module, views in zip(layers if tied else [*layers, model.lm_head], weights.connect(), strict=True):
         _replace(module, views)

@@ -32,7 +32,7 @@ from tinker_local.backend.training.transfer import to_host
 from tinker_local.types import InvalidRequestError, LoraConfig
 from tinker_local.types.base import Frozen
 
-HEAD = "head"
+HEAD_GROUP = "head"
 """The LoRA group of the LM head. All other groups belong to the decoder or the vision tower."""
 
 Flag = Literal["attn", "mlp", "unembed", "vision"]

@@ -19,7 +19,7 @@ from tinker_local.backend.training.image_features import ImageFeatureCache
 from tinker_local.backend.training.large_weights import RESIDENT, Walk
 from tinker_local.backend.training.lm_head import LmHead, Targets
 from tinker_local.backend.training.load_model import LoadedModel
-from tinker_local.backend.training.lora import HEAD, Adapter, AdapterSlice, groups_of
+from tinker_local.backend.training.lora import HEAD_GROUP, Adapter, AdapterSlice, groups_of
 from tinker_local.backend.training.lora_batch import LoraBatch, columns_of
 from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.losses.loss_evaluation import LossEvaluation
@@ -148,7 +148,7 @@ class MicroBatchRunner:
         del own
         groups = batch.trained() if gradient else []
         # By the whole row, since all of its ranks must do the same.
-        through_decoder = any(group != HEAD for group in groups) or (gradient and bool(packed.own_images))
+        through_decoder = any(group != HEAD_GROUP for group in groups) or (gradient and bool(packed.own_images))
         done = self._decoder.forward(row, batch, self._policy(part, batch) if through_decoder else None, walk)
         if tower is None:
             del row
@@ -158,11 +158,12 @@ class MicroBatchRunner:
         walk.head()
         complete = self._row_ranks.add_up if targets.prepass.any() else lambda _: None
         if not gradient:
-            logprobs = self._head.logprobs(done.hidden, targets, batch.group(HEAD))
+            logprobs = self._head.logprobs(done.hidden, targets, batch.group(HEAD_GROUP))
             complete(logprobs)
             losses.derive(np.arange(part.targets.start, part.targets.stop), logprobs)
             return Pending(packed, _own(losses.numbers(logprobs), part)), ()
-        found = [*self._head.logprobs_and_gradient(done.hidden, targets, batch.group(HEAD), losses.derive, complete)]
+        slices = batch.group(HEAD_GROUP)
+        found = [*self._head.logprobs_and_gradient(done.hidden, targets, slices, losses.derive, complete)]
         logprobs = found[0]
 
         # 3. Back through the decoder, which alone holds the gradient from here on, and the vision tower.
@@ -204,7 +205,7 @@ class MicroBatchRunner:
                 nudge_in_place(row.embeds, nudge, part.start)
             done = self._decoder.forward(row, batch, None, walk)
             walk.head()
-            logprobs = self._head.logprobs(done.hidden, targets, batch.group(HEAD))
+            logprobs = self._head.logprobs(done.hidden, targets, batch.group(HEAD_GROUP))
             self._row_ranks.add_up(logprobs)
             return logprobs.cpu()
 

@@ -113,15 +113,18 @@ def _keep_bars_out_of_files() -> None:
 
 
 def _leave_a_block_empty() -> None:
+    if version() >= (0, 32):
+        return
     from vllm.v1.core import kv_cache_utils
 
-    original: Any = getattr(kv_cache_utils, "_max_memory_usage_bytes_from_groups", None)
-    if version() >= (0, 32) or hasattr(original, "__wrapped__"):
+    original: Any = kv_cache_utils._max_memory_usage_bytes_from_groups
+    bytes_per_block: Any = kv_cache_utils._pool_bytes_per_block
+    if hasattr(original, "__wrapped__"):
         return
 
     @functools.wraps(original)
     def and_one_block(config: Any, groups: Any) -> int:
-        return int(original(config, groups) + kv_cache_utils._pool_bytes_per_block(config, groups))
+        return int(original(config, groups) + bytes_per_block(config, groups))
 
     kv_cache_utils._max_memory_usage_bytes_from_groups = and_one_block
 
@@ -376,7 +379,7 @@ PATCHES = (
         "a prompt as long as the context that is served fits the KV cache",
         "one block of it is never given to a sequence, which the context that fits was found without: the scheduler "
         "then waits for that block for ever",
-        "before 0.32",
+        "0.26, and to be tried on others before 0.32",
         ("_max_memory_usage_bytes_from_groups", "_pool_bytes_per_block"),
         ("sampling/test_limits.py::test_a_context_that_the_cache_bounds_is_served_to_its_end",),
         to_process=_leave_a_block_empty,

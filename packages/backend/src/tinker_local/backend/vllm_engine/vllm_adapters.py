@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tinker_local.backend.adapters.adapter import AdapterVersion
-from tinker_local.backend.adapters.host_adapters import HostAdapter, read_adapter
+from tinker_local.backend.adapters.host_adapters import HostAdapter, host_adapter
 from tinker_local.backend.families.family import ROUTERS
 from tinker_local.backend.threads import without_pool
 from tinker_local.backend.vllm_engine.compat_vllm import (
@@ -65,7 +65,7 @@ class VLLMAdapters:
     async def prepare(self, version: AdapterVersion) -> Any:
         """What `request` hands to the engine, made in a thread; None if vLLM has the version.
 
-        Raises what `read_adapter` and `check_adapter_taken` raise. Concurrent calls share the work.
+        Raises what `host_adapter` and `check_adapter_taken` raise. Concurrent calls share the work.
         """
         worker = self._worker
         if worker is None:  # the engine is being rebuilt, and `request` will load it
@@ -139,7 +139,7 @@ class VLLMAdapters:
             return prepared.kept_for(self._made(version, worker))
 
     def _made(self, version: AdapterVersion, worker: Any) -> Any:
-        adapter = read_adapter(version, self._max_rank)
+        adapter = host_adapter(version, self._max_rank)
         numbers, tensors = self._copy(adapter, worker.lora_config.lora_dtype)
         try:
             lora = build_lora_model(worker, adapter.config, tensors)
