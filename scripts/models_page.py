@@ -75,8 +75,8 @@ AFTER_STEPS = {"gpt_oss": "served [in bfloat16](supported.md#gpt-oss)"}
 
 def architecture(model_type: str) -> str:
     """A line of the first table."""
-    from tinker_local.backend.training.decoders.autograd import AutogradDecoder
-    from tinker_local.backend.training.load_model import decoder_of_sizes
+    from tinker_local.backend.training.model.decoders.autograd import AutogradDecoder
+    from tinker_local.backend.training.model.load_model import decoder_of_sizes
     from transformers import AutoConfig
 
     family = FAMILIES[model_type]

@@ -117,7 +117,7 @@ LIMITS: dict[str, dict[str, str]] = {
         "dimensions of a tensor": "types.wire_tensors.MAX_DIMENSIONS",
         "characters of a sequence's id in provenance": "types.datum.LONGEST_SEQUENCE_ID",
         "seconds of a thread to prepare a forward_backward": "control.training_commands.MAX_PREPARATION_SECONDS",
-        "summed rank of the adapters of one micro-batch; further ones take the next": "training.packing.MAX_COLUMNS",
+        "summed rank of the adapters of a micro-batch; further ones take the next": "training.run.packing.MAX_COLUMNS",
     },
     "sampling": {
         "bytes of images in a request for samples, besides what the context length allows": (

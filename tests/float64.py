@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.training.worker import HFTrainer
+from tinker_local.backend.training.run.worker import HFTrainer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tinker_local.backend.models.gpu_plan import GATHERED, ModelSizes, StepSize, plan_gpu, step_sizes
 from tinker_local.backend.sampling.sampler import RESERVED
-from tinker_local.backend.training.block_memory import TowerSizes
-from tinker_local.backend.training.recompute_policy import ActivationMemory, LayerMemory
+from tinker_local.backend.training.run.block_memory import TowerSizes
+from tinker_local.backend.training.run.recompute_policy import ActivationMemory, LayerMemory
 
 GIB = 2**30
 EIGHT = ModelSizes(

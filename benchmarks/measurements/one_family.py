@@ -157,8 +157,8 @@ def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any], *, pa
     layers in a row as the model has. `parts`: also of several adapters, without the fused kernels, and the kernels'
     times."""
     import torch
-    from tinker_local.backend.training.choose_kernels import kernels_for
-    from tinker_local.backend.training.experts import SILU, ClampedGating, ExpertWeights, Routing
+    from tinker_local.backend.training.kernels.choose_kernels import kernels_for
+    from tinker_local.backend.training.model.experts import SILU, ClampedGating, ExpertWeights, Routing
 
     device, dtype = timing.device(), torch.bfloat16 if timing.device() == "cuda" else torch.float32
     count, chosen = config.get("num_local_experts", config.get("num_experts")), config["num_experts_per_tok"]
@@ -214,8 +214,8 @@ def linear_attention(scale: Scale, name: str, config: dict[str, Any]) -> None:
     """The part of a layer of linear attention between its projections, forward and backward, in rows per second of a
     micro-batch, whether it waits for the device, and the kernels' times."""
     import torch
-    from tinker_local.backend.training.attention import Segments
-    from tinker_local.backend.training.delta_rule import DeltaRule, MixInputs, kernels_for, mix, mix_backward
+    from tinker_local.backend.training.kernels.delta_rule import DeltaRule, MixInputs, kernels_for, mix, mix_backward
+    from tinker_local.backend.training.model.attention import Segments
 
     device, dtype = torch.device(timing.device()), torch.bfloat16 if timing.device() == "cuda" else torch.float32
     heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
@@ -280,10 +280,16 @@ class ExpertsLayer:
     def pass_of(self, adapters: int, *, fused: bool = True) -> Callable[[], None]:
         """Forward and backward with as many adapters, each of as many rows."""
         import torch
-        from tinker_local.backend.training.choose_kernels import kernels_for
-        from tinker_local.backend.training.experts import ExpertsKept, Routing, down, experts_backward, gate_and_up
-        from tinker_local.backend.training.lora import Adapter, AdapterSlice, Target, groups_of, layout
-        from tinker_local.backend.training.lora_batch import LoraBatch
+        from tinker_local.backend.training.kernels.choose_kernels import kernels_for
+        from tinker_local.backend.training.lora.lora import Adapter, AdapterSlice, Target, groups_of, layout
+        from tinker_local.backend.training.lora.lora_batch import LoraBatch
+        from tinker_local.backend.training.model.experts import (
+            ExpertsKept,
+            Routing,
+            down,
+            experts_backward,
+            gate_and_up,
+        )
         from tinker_local.types import LoraConfig
 
         (tokens, hidden), (count, _, width) = self.x.shape, self.weights.down.shape

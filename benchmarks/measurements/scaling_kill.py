@@ -51,7 +51,7 @@ def main(scale: Scale, model: str, ranks: int, tokens: int) -> None:
     """Print the line `kill`."""
     from tinker_local.backend.models.placement import environment_of
     from tinker_local.backend.training.process_trainer import ProcessTrainer
-    from tinker_local.backend.training.worker import trainer_of_rank
+    from tinker_local.backend.training.run.worker import trainer_of_rank
     from tinker_local.types import LoraConfig
 
     make = functools.partial(trainer_of_rank, model, name="bench", micro_batch_tokens=scale.micro_batch_tokens)

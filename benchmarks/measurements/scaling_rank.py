@@ -95,8 +95,8 @@ def deviation(found: Any, wanted: Any) -> tuple[float, float]:
 def rank_trainer(scale: Scale, job: Job, rank: int, size: int) -> Any:
     """The trainer of this rank, after all others have come."""
     import torch
-    from tinker_local.backend.training.joined_ranks import JoinedRanks
-    from tinker_local.backend.training.ranks import ONE_RANK
+    from tinker_local.backend.training.parallel.joined_ranks import JoinedRanks
+    from tinker_local.backend.training.parallel.ranks import ONE_RANK
     from tinker_local.backend.training.trainer import Seat
 
     device = torch.device(timing.device())
@@ -162,12 +162,12 @@ def watched(layout: str) -> tuple[Waits, Waits]:
 
     gathers, others = Waits(), Waits()
     if layout != "one":
-        from tinker_local.backend.training.joined_ranks import JoinedRanks
+        from tinker_local.backend.training.parallel.joined_ranks import JoinedRanks
 
         others.watch(JoinedRanks, "gather")
         others.watch(JoinedRanks, "add_up")
     if layout == "sharded":
-        from tinker_local.backend.training.sharded_weights import ShardedWeights
+        from tinker_local.backend.training.parallel.sharded_weights import ShardedWeights
 
         gathers.watch(ShardedWeights, "wait" if torch.cuda.is_available() else "gather")
     return gathers, others

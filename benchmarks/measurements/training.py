@@ -50,7 +50,7 @@ AUTOGRAD = {"decoder": "autograd"}
 def make_trainer(scale: Scale, folder: Path, **options: Any) -> Any:
     """Our trainer of the model in `folder`, on the device, in the baselines' types. Raises `Unavailable` for an option
     that this checkout does not have yet."""
-    from tinker_local.backend.training.worker import HFTrainer
+    from tinker_local.backend.training.run.worker import HFTrainer
 
     for name in options:
         if name not in inspect.signature(HFTrainer).parameters:

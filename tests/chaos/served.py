@@ -85,7 +85,7 @@ def served_tiny(folder: Path) -> Served:
     import torch
     from tinker_local.backend.models.load_engines import load_renderer
     from tinker_local.backend.tiny_models import make_tiny_vl_model
-    from tinker_local.backend.training.worker import HFTrainer
+    from tinker_local.backend.training.run.worker import HFTrainer
 
     torch.set_num_threads(1)
     make_tiny_vl_model(folder)

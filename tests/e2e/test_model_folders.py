@@ -20,9 +20,9 @@ from tinker_local.backend.cli.main import main
 from tinker_local.backend.families import FAMILIES
 from tinker_local.backend.models.model_folder import look_at
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
-from tinker_local.backend.training.checkpoint_fit import check_finite
-from tinker_local.backend.training.load_model import check_weights, config_of, supported_family
-from tinker_local.backend.training.worker import HFTrainer
+from tinker_local.backend.training.model.checkpoint_fit import check_finite
+from tinker_local.backend.training.model.load_model import check_weights, config_of, supported_family
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.types import ApiError, UnsupportedError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

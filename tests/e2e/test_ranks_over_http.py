@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainResult, TrainWork
-from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams
 
 from tests.conftest import TEXT, Server, start_server

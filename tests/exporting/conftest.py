@@ -17,8 +17,8 @@ from tinker_local.backend.families import family_of
 from tinker_local.backend.rendering.hf_images import HFImages
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
-from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import AdamParams, LoraConfig
 
 from tests.float64 import Exact, assert_near

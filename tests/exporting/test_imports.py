@@ -18,7 +18,7 @@ from tinker_local.backend.adapters.peft_adapters import read_peft_adapter
 from tinker_local.backend.exporting import export_checkpoint
 from tinker_local.backend.families import family_of
 from tinker_local.backend.tiny_models import make_tiny_text_model
-from tinker_local.backend.training.worker import HFTrainer
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.types import InvalidRequestError
 
 from tests.exporting.conftest import Tuned, asked, hf_logprobs, load, rendered

@@ -26,14 +26,14 @@ from tinker_local.backend.rendering.rendered_input import ImagePlacement, Render
 from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
 from tinker_local.backend.tiny_models.text_families import QWEN3_5_SHAPE
-from tinker_local.backend.training import compat_torch
-from tinker_local.backend.training.decoders.packed_experts import scores_are_softmax
-from tinker_local.backend.training.decoders.written_out.experts_block import ExpertsPass
-from tinker_local.backend.training.experts import chosen_softmax_backward
-from tinker_local.backend.training.load_model import decoder_of_sizes
-from tinker_local.backend.training.recompute_policy import Keep
+from tinker_local.backend.training.kernels import compat_torch
+from tinker_local.backend.training.model.decoders.packed_experts import scores_are_softmax
+from tinker_local.backend.training.model.decoders.written_out.experts_block import ExpertsPass
+from tinker_local.backend.training.model.experts import chosen_softmax_backward
+from tinker_local.backend.training.model.load_model import decoder_of_sizes
+from tinker_local.backend.training.run.recompute_policy import Keep
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
-from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler

@@ -15,7 +15,7 @@ from tinker_local.backend.families import FAMILIES
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.tiny_models import make_experts_alike, make_tiny_text_model, make_tiny_vl_model
-from tinker_local.backend.training.worker import HFTrainer
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler

@@ -18,8 +18,8 @@ from tinker_local.backend.adapters.adapter_files import write_adapter
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.tiny_models import make_tiny_text_model
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
-from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 from tinker_local.backend.vllm_engine.patches import apply_to_process
@@ -97,13 +97,6 @@ def thread() -> EngineThread:
     return EngineThread()
 
 
-@pytest.mark.mutation(
-    "logits-not-capped",
-    "capped_logits",
-    "LogitRule(softcap=config.final_logit_softcapping)",
-    "LogitRule()",
-    cases=("gemma2",),
-)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trainer_and_sampler_agree(
     models: Mapping[str, Trained], family: str, thread: EngineThread, tmp_path: Path

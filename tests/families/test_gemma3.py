@@ -25,8 +25,8 @@ from tinker_local.backend.rendering.renderer import ModelRenderer
 from tinker_local.backend.rendering.text import ChatMessage
 from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.tiny_models import make_tiny_vl_model
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
-from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
@@ -128,7 +128,7 @@ def test_packed_runs_agree_with_transformers_on_each_sequence_alone(
     last in it, the same image twice, and none; data of equal length share calls. `scores`: in memory at once."""
     with InFloat64():
         trainer = HFTrainer(str(folder), name="tiny", device="cpu", dtype="float64")
-    monkeypatch.setattr("tinker_local.backend.training.attention.SCORES", scores)
+    monkeypatch.setattr("tinker_local.backend.training.model.attention.SCORES", scores)
     a, b, c = images
     inputs = {
         "a": [prompt(trainer, 1, [a, b]), prompt(trainer, 2, []), prompt(trainer, 3, [b, c]), prompt(trainer, 4, [a])],

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tinker_local.backend.models.model_folder import look_at
 from tinker_local.backend.options import ModelSource
 from tinker_local.backend.tiny_models import TextShape, make_tiny_text_model
-from tinker_local.backend.training.worker import HFTrainer
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.vllm_engine.vllm_experts import interleaving
 from tinker_local.types import UnsupportedError
 

@@ -22,8 +22,8 @@ from tinker_local.backend.models.agreement import with_random_b
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.tiny_models.marks import QWEN, VOCAB_SIZE
 from tinker_local.backend.tiny_models.tokenizer import write_tokenizer
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
-from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import AdamParams, LoraConfig, UnsupportedError
 
 from tests.float64 import Exact

@@ -19,9 +19,9 @@ from tinker_local.backend.rendering.rendered_input import ImagePlacement, Render
 from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.tiny_models import make_tiny_vl_model
 from tinker_local.backend.tiny_models.text_families import QWEN3_5_SHAPE
-from tinker_local.backend.training.recompute_policy import Keep
+from tinker_local.backend.training.run.recompute_policy import Keep
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
-from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
@@ -128,9 +128,6 @@ def assert_agrees_with_transformers(trainer: HFTrainer, folder: Path, data: Mapp
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
-@pytest.mark.mutation(
-    "delta-nets-see-other-sequences", "AutogradDecoder.__init__", "if is_delta_net(module)]", "if False]"
-)
 def test_packed_runs_agree_with_transformers_on_each_sequence_alone(
     decoder: str, trainers: Mapping[str, HFTrainer], folder: Path
 ) -> None:

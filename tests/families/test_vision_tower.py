@@ -20,8 +20,8 @@ from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
 from tinker_local.backend.tiny_models.shapes import TextShape
 from tinker_local.backend.tiny_models.text_families import QWEN3_5_SHAPE
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainResult, TrainWork
-from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 from tinker_local.backend.vllm_engine.vllm_images import VLLMImages

@@ -15,7 +15,7 @@ from tinker_local.backend.models.load_engines import TOLERANCE
 from tinker_local.backend.options import DType, EnginePlace
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
 from tinker_local.backend.tiny_models.text_families import TEXT_FAMILIES
-from tinker_local.backend.training import load_model
+from tinker_local.backend.training.model import load_model
 from tinker_local.backend.vllm_engine.compat_vllm import default_dtype, runs_on_cpu
 
 from tests.families.test_other_families import tiny

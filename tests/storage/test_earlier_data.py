@@ -59,7 +59,7 @@ def test_runs_and_samplers_of_an_earlier_data_folder_go_on_on_fakes(
 def test_an_adapter_that_an_earlier_commit_exported_comes_back_bit_for_bit(tmp_path: Path, commit: str) -> None:
     import transformers
     from tinker_local.backend.tiny_models import make_tiny_text_model
-    from tinker_local.backend.training.worker import HFTrainer
+    from tinker_local.backend.training.run.worker import HFTrainer
 
     unpacked(commit, tmp_path)
     model = make_tiny_text_model(tmp_path / "model", family="qwen3")

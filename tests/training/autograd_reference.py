@@ -10,9 +10,9 @@ import torch
 import transformers
 from tinker_local.backend.families.family import Vision
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedInput
-from tinker_local.backend.training.lora import Adapter
+from tinker_local.backend.training.lora.lora import Adapter
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
-from tinker_local.backend.training.worker import HFTrainer
 
 from tests.float64 import InFloat64
 

@@ -16,8 +16,8 @@ from tinker_local.backend.rendering.rendered_input import ImagePlacement, Render
 from tinker_local.backend.tiny_models.make_models import make_tiny_text_model
 from tinker_local.backend.tiny_models.shapes import TextShape
 from tinker_local.backend.training.losses import LOSSES, loss_of
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
-from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import LoraConfig
 
 VOCAB = 120

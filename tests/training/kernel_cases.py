@@ -10,7 +10,10 @@ from unittest import mock
 
 import torch
 from tinker_local.backend.adapters.adapter import Factor
-from tinker_local.backend.training.experts import (
+from tinker_local.backend.training.kernels.kernels import ACTIVATIONS, Kernels, TorchKernels
+from tinker_local.backend.training.lora.lora import Adapter, AdapterSlice, Target, groups_of, layout
+from tinker_local.backend.training.lora.lora_batch import LoraBatch, Owners
+from tinker_local.backend.training.model.experts import (
     ExpertsKept,
     ExpertWeights,
     Routing,
@@ -18,9 +21,6 @@ from tinker_local.backend.training.experts import (
     experts_backward,
     gate_and_up,
 )
-from tinker_local.backend.training.kernels import ACTIVATIONS, Kernels, TorchKernels
-from tinker_local.backend.training.lora import Adapter, AdapterSlice, Target, groups_of, layout
-from tinker_local.backend.training.lora_batch import LoraBatch, Owners
 from tinker_local.types import LoraConfig
 
 SHAPES = [
@@ -58,7 +58,7 @@ def check_kernels(
 ) -> None:
     """Compare bfloat16 with float32 on the same numbers: equal within one or two roundings of the output. `rotary`:
     numbers of a head that rotate, if not all; heads then lie apart."""
-    from tinker_local.backend.training.triton_kernels import TritonKernels
+    from tinker_local.backend.training.kernels.triton_kernels import TritonKernels
 
     generator = torch.Generator(device).manual_seed(rows)
 
@@ -131,7 +131,7 @@ def check_kernels(
 def check_logsumexp(device: str, row: str, width: int) -> None:
     """A non-finite row must give a non-finite sum, wherever the culprit is: no logprob may come from the remaining
     numbers."""
-    from tinker_local.backend.training.triton_kernels import TritonKernels
+    from tinker_local.backend.training.kernels.triton_kernels import TritonKernels
 
     logits = torch.zeros(3, width, device=device).to(torch.bfloat16)
     at = width - 4 if row.endswith("later") else 0
@@ -177,7 +177,7 @@ def check_experts(
     relative: float = 1e-2,
 ) -> None:
     """Forward and backward of a layer of experts in `dtype` with fused kernels, beside float32 in plain torch."""
-    from tinker_local.backend.training.triton_kernels import TritonKernels
+    from tinker_local.backend.training.kernels.triton_kernels import TritonKernels
 
     hidden = 32
     kinds: tuple[tuple[str, str, int, int, Factor], ...] = (
@@ -236,8 +236,8 @@ def check_experts(
 
 def check_sort(device: str, tokens: int, chosen: int, experts: int, owners: int) -> None:
     """The kernels sort pairs exactly as torch does, and give each group the tiles that it needs."""
-    from tinker_local.backend.training.triton_experts import _ROWS
-    from tinker_local.backend.training.triton_kernels import TritonKernels
+    from tinker_local.backend.training.kernels.triton_experts import _ROWS
+    from tinker_local.backend.training.kernels.triton_kernels import TritonKernels
 
     generator = torch.Generator().manual_seed(tokens)
     # Most tokens choose the first experts; the last one has none.
@@ -293,5 +293,5 @@ if __name__ == "__main__":
     for case in EXPERTS.values():
         check_experts("cpu", *case, dtype=torch.float32, relative=1e-5)
     check_experts("cpu", *EXPERTS["three ranks"], relative=3e-2)
-    with mock.patch("tinker_local.backend.training.triton_experts.shared_memory", return_value=99 * 1024):
+    with mock.patch("tinker_local.backend.training.kernels.triton_experts.shared_memory", return_value=99 * 1024):
         check_experts("cpu", *SMALLER_BLOCKS, dtype=torch.float32, relative=1e-5)

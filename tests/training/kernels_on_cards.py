@@ -21,11 +21,11 @@ import pytest
 import tinker_local.backend
 import torch
 from tinker_local.backend.models.fitting import SHAPES
-from tinker_local.backend.training import triton_experts
-from tinker_local.backend.training.kernels import ACTIVATIONS
-from tinker_local.backend.training.lora_batch import LowRank, Owners
-from tinker_local.backend.training.triton_experts import TritonExperts
-from tinker_local.backend.training.triton_kernels import TritonKernels
+from tinker_local.backend.training.kernels import triton_experts
+from tinker_local.backend.training.kernels.kernels import ACTIVATIONS
+from tinker_local.backend.training.kernels.triton_experts import TritonExperts
+from tinker_local.backend.training.kernels.triton_kernels import TritonKernels
+from tinker_local.backend.training.lora.lora_batch import LowRank, Owners
 from tinker_local.backend.vllm_engine.one_pass_draw import draw
 
 

@@ -131,7 +131,7 @@ class OddTrainer(FakeTrainer):
         torch.zeros(1, device="cuda")[torch.tensor([10**6], device="cuda")].cpu()
 
     def do_log(self, text: str) -> None:
-        logging.getLogger("tinker_local.backend.training.worker").warning(text)
+        logging.getLogger("tinker_local.backend.training.run.worker").warning(text)
 
     def do_print(self, text: str) -> None:
         print(text, flush=True)

@@ -18,23 +18,24 @@ from typing import Any
 import numpy as np
 import torch
 from tinker_local.backend.adapters.adapter import AdapterState
-from tinker_local.backend.training import lora, passes, worker
-from tinker_local.backend.training.decoders import autograd
-from tinker_local.backend.training.decoders.autograd import AutogradPass
-from tinker_local.backend.training.decoders.written_out.attention_block import AttentionPass
-from tinker_local.backend.training.decoders.written_out.layers import WrittenOutPass
-from tinker_local.backend.training.decoders.written_out.mlp_block import MlpPass
-from tinker_local.backend.training.joined_ranks import JoinedRanks
-from tinker_local.backend.training.lora import Adapter
+from tinker_local.backend.training.lora import lora
+from tinker_local.backend.training.lora.lora import Adapter
 from tinker_local.backend.training.losses import LOSSES
-from tinker_local.backend.training.micro_batch import MicroBatchRunner
+from tinker_local.backend.training.model.decoders import autograd
+from tinker_local.backend.training.model.decoders.autograd import AutogradPass
+from tinker_local.backend.training.model.decoders.written_out.attention_block import AttentionPass
+from tinker_local.backend.training.model.decoders.written_out.layers import WrittenOutPass
+from tinker_local.backend.training.model.decoders.written_out.mlp_block import MlpPass
 from tinker_local.backend.training.optimizers.adamw import ADAMW
-from tinker_local.backend.training.passes import Passes
-from tinker_local.backend.training.peer_memory import Handle, HostMemory
-from tinker_local.backend.training.ranks import ONE_RANK, Ranks
-from tinker_local.backend.training.tally import Tally
+from tinker_local.backend.training.parallel.joined_ranks import JoinedRanks
+from tinker_local.backend.training.parallel.peer_memory import Handle, HostMemory
+from tinker_local.backend.training.parallel.ranks import ONE_RANK, Ranks
+from tinker_local.backend.training.run import passes, worker
+from tinker_local.backend.training.run.micro_batch import MicroBatchRunner
+from tinker_local.backend.training.run.passes import Passes
+from tinker_local.backend.training.run.tally import Tally
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import Seat, TrainDatum, TrainResult, TrainWork
-from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import AdamParams, ApiError, LoraConfig
 
 from tests.training.conftest import Maker
@@ -451,7 +452,7 @@ def alone(folder: Path) -> None:
     trainer = make_trainer(folder, "text")
     add_adapters(trainer)
     train(trainer, Seen(), range(1), images=False)
-    sys.exit("tinker_local.backend.training.joined_ranks" in sys.modules)
+    sys.exit("tinker_local.backend.training.parallel.joined_ranks" in sys.modules)
 
 
 def main(folder: Path, extent: str, rank: int, size: int, two_hosts: str | None) -> None:

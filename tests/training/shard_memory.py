@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tinker_local.backend.training.worker import HFTrainer
+from tinker_local.backend.training.run.worker import HFTrainer
 
 
 @dataclass
@@ -57,8 +57,8 @@ def _most(*at: tuple[Any, str]) -> Iterator[list[int]]:
 def measured(make: Callable[[], HFTrainer]) -> ShardMemory:
     """Load a sharded trainer and walk once."""
     # Not before: a test sees what a trainer of one rank imports.
-    from tinker_local.backend.training.load_sharded import Checkpoint
-    from tinker_local.backend.training.sharded_weights import ShardedWeights, Unit
+    from tinker_local.backend.training.parallel.load_sharded import Checkpoint
+    from tinker_local.backend.training.parallel.sharded_weights import ShardedWeights, Unit
 
     gc.collect()
     gc.freeze()

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tinker_local.backend.training.joined_ranks import JoinedRanks
-from tinker_local.backend.training.packing import items_of
-from tinker_local.backend.training.ranks import ONE_RANK, Ranks
+from tinker_local.backend.training.parallel.joined_ranks import JoinedRanks
+from tinker_local.backend.training.parallel.ranks import ONE_RANK, Ranks
+from tinker_local.backend.training.run.packing import items_of
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import Seat, TrainWork
-from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import ApiError, LoraConfig
 
 from tests.training import rank_program

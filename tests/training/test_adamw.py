@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from tinker_local.backend.fakes import numpy_as_torch
-from tinker_local.backend.training import lora
-from tinker_local.backend.training.lora import gradient_norm
+from tinker_local.backend.training.lora import lora
+from tinker_local.backend.training.lora.lora import gradient_norm
 from tinker_local.backend.training.optimizers import OPTIMIZERS, optimizer
 from tinker_local.backend.training.optimizers.adamw import in_one_pass
 from tinker_local.backend.training.optimizers.optimizer import Limits, Optimizer, OptimizerState

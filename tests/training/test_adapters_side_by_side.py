@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinker_local.backend.training import packing
-from tinker_local.backend.training.load_model import load_model
-from tinker_local.backend.training.packing import items_of, split
-from tinker_local.backend.training.passes import Passes
-from tinker_local.backend.training.shared_rows import ONE_HAS_ALL
-from tinker_local.backend.training.tally import Tally
-from tinker_local.backend.training.token_budget import TokenBudget
+from tinker_local.backend.training.model.load_model import load_model
+from tinker_local.backend.training.parallel.shared_rows import ONE_HAS_ALL
+from tinker_local.backend.training.run import packing
+from tinker_local.backend.training.run.packing import items_of, split
+from tinker_local.backend.training.run.passes import Passes
+from tinker_local.backend.training.run.tally import Tally
+from tinker_local.backend.training.run.token_budget import TokenBudget
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
 
 KINDS = {

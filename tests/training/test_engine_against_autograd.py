@@ -18,13 +18,13 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
-from tinker_local.backend.training.decoders.written_out.layers import WrittenOutDecoder
-from tinker_local.backend.training.kernels import TorchKernels
+from tinker_local.backend.training.kernels.kernels import TorchKernels
 from tinker_local.backend.training.losses import LOSSES, loss_of
-from tinker_local.backend.training.recompute_policy import Keep
+from tinker_local.backend.training.model.decoders.written_out.layers import WrittenOutDecoder
+from tinker_local.backend.training.model.vision_attention import use_packed_attention
+from tinker_local.backend.training.run.recompute_policy import Keep
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainResult, TrainWork
-from tinker_local.backend.training.vision_attention import use_packed_attention
-from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import LoraConfig
 
 from tests.conftest import few

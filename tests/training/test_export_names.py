@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from tinker_local.backend.adapters.adapter import AdapterState
 from tinker_local.backend.adapters.adapter_files import write_adapter
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.training.worker import HFTrainer
+from tinker_local.backend.training.run.worker import HFTrainer
 
 from tests.float64 import Exact
 from tests.training.test_lora_equals_peft import peft_logprobs

@@ -13,8 +13,8 @@ import pytest
 import torch
 import transformers
 from tinker_local.backend.training.losses import loss_of
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainWork
-from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import AdamParams, LoraConfig
 
 from tests.float64 import InFloat64

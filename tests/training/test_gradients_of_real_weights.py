@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainResult, TrainWork
-from tinker_local.backend.training.worker import HFTrainer
 from transformers import AutoTokenizer
 
 from tests.float64 import assert_as_near

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import transformers
 from tinker_local.backend.tiny_models import make_tiny_vl_model
-from tinker_local.backend.training.load_model import config_of, load_model
+from tinker_local.backend.training.model.load_model import config_of, load_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 

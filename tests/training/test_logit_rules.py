@@ -9,9 +9,9 @@ import torch
 import transformers
 from tinker_local.backend.families import FAMILIES, family_of
 from tinker_local.backend.families.family import LogitRule
-from tinker_local.backend.training.kernels import TorchKernels
-from tinker_local.backend.training.lm_head import LmHead, Targets
-from tinker_local.backend.training.logit_rule import logit_rule
+from tinker_local.backend.training.kernels.kernels import TorchKernels
+from tinker_local.backend.training.model.lm_head import LmHead, Targets
+from tinker_local.backend.training.model.logit_rule import logit_rule
 from tinker_local.types import UnsupportedError
 
 ROWS, HIDDEN, VOCABULARY = 11, 6, 23

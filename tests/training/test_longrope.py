@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 from tinker_local.backend.tiny_models.make_models import make_tiny_text_model
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainWork
-from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import LoraConfig
 
 from tests.float64 import InFloat64

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinker_local.backend.training.recompute_policy import Keep
+from tinker_local.backend.training.run.recompute_policy import Keep
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 
 FAMILIES = ("qwen3", "qwen2_5_vl", "qwen3_vl")

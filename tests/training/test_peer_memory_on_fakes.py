@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinker_local.backend.training import peer_memory
-from tinker_local.backend.training.peer_memory import HostMemory, Peers, connect
+from tinker_local.backend.training.parallel import peer_memory
+from tinker_local.backend.training.parallel.peer_memory import HostMemory, Peers, connect
 
 UNITS = 3
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tinker_local.backend.training.load_model import decoder_of_sizes
-from tinker_local.backend.training.recompute_policy import free_bytes
-from tinker_local.backend.training.spare_memory import leave_spare_memory, take_all_memory_again
+from tinker_local.backend.training.model.load_model import decoder_of_sizes
+from tinker_local.backend.training.run.recompute_policy import free_bytes
+from tinker_local.backend.training.run.spare_memory import leave_spare_memory, take_all_memory_again
 
 FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "gemma3_text", "qwen3", "qwen3_untied", "qwen2_5_vl", "qwen3_vl")
 

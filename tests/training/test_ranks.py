@@ -22,9 +22,9 @@ from unittest import mock
 import numpy as np
 import pytest
 from tinker_local.backend.adapters.adapter import AdapterState
-from tinker_local.backend.training import ranks as ranks_module
-from tinker_local.backend.training.packing import Item, rounds
-from tinker_local.backend.training.ranks import Ranks
+from tinker_local.backend.training.parallel import ranks as ranks_module
+from tinker_local.backend.training.parallel.ranks import Ranks
+from tinker_local.backend.training.run.packing import Item, rounds
 
 from tests.training import rank_program, shared_rows_program
 from tests.training.conftest import Maker

@@ -30,8 +30,8 @@ from tinker_local.backend.sampling.process_sampler import Elsewhere, ProcessSamp
 from tinker_local.backend.sampling.replica_pool import ReplicaPool
 from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.training.process_trainer import ProcessTrainer
+from tinker_local.backend.training.run.worker import HFTrainer, trainer_of_rank
 from tinker_local.backend.training.trainer import Trainer, TrainResult
-from tinker_local.backend.training.worker import HFTrainer, trainer_of_rank
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.types import AdamParams, LoraConfig, ModelInput, SamplingParams
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.rotations import Rotate, Rotations, compare_rotations
-from tinker_local.backend.training.worker import HFTrainer
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.types import UnsupportedError
 
 from tests.families.test_other_families import OWN, tiny

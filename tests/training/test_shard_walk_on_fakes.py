@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tinker_local.backend.training.sharded_weights import ShardedWalk, order_of
+from tinker_local.backend.training.parallel.sharded_weights import ShardedWalk, order_of
 
 LAYERS = 4
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from tinker_local.backend.tiny_models.make_models import make_tiny_text_model
 from tinker_local.backend.tiny_models.text_families import QWEN3_5_SHAPE
-from tinker_local.backend.training.attention import AttentionRule, Segments, attend, attend_backward
-from tinker_local.backend.training.joined_ranks import GONE, JoinedRowRanks
-from tinker_local.backend.training.packing import Item, pack, part_of
-from tinker_local.backend.training.shared_rows import RowLeftError, RowRanks, SharedRow, share
+from tinker_local.backend.training.model.attention import AttentionRule, Segments, attend, attend_backward
+from tinker_local.backend.training.parallel.joined_ranks import GONE, JoinedRowRanks
+from tinker_local.backend.training.parallel.shared_rows import RowLeftError, RowRanks, SharedRow, share
+from tinker_local.backend.training.run.packing import Item, pack, part_of
 
 from tests.training import rank_program, shared_rows_program
 from tests.training.conftest import SMALL, Maker

@@ -16,14 +16,14 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import save_file
-from tinker_local.backend.training.attention import attend_backward
-from tinker_local.backend.training.decoders.autograd import AutogradDecoder
-from tinker_local.backend.training.decoders.recomputed_norm import RecomputedNorm
-from tinker_local.backend.training.decoders.written_out.layers import WrittenOutDecoder
-from tinker_local.backend.training.lm_head import LmHead
-from tinker_local.backend.training.recompute_policy import Keep
+from tinker_local.backend.training.model.attention import attend_backward
+from tinker_local.backend.training.model.decoders.autograd import AutogradDecoder
+from tinker_local.backend.training.model.decoders.recomputed_norm import RecomputedNorm
+from tinker_local.backend.training.model.decoders.written_out.layers import WrittenOutDecoder
+from tinker_local.backend.training.model.lm_head import LmHead
+from tinker_local.backend.training.run.recompute_policy import Keep
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
-from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import UnsupportedError
 
 from tests.float64 import InFloat64
@@ -178,7 +178,7 @@ def bytes_saved(
 
     def saved(family: str, parts: tuple[str, int], recognised_by: str, dtype: str) -> int:
         kept, seen, data = [], [], [make.datum(9), make.datum(30)]
-        decoders = "tinker_local.backend.training.decoders"
+        decoders = "tinker_local.backend.training.model.decoders"
         monkeypatch.setattr(f"{decoders}.{parts[0]}", parts[1])
         for plain in (False, True):
             if plain:
@@ -216,7 +216,7 @@ def test_the_norm_of_heads_runs_backward_in_as_few_parts_as_that_of_hidden_state
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Parts of 2,048 heads took 3 s of a step of an 8B model on a GPU."""
-    monkeypatch.setattr("tinker_local.backend.training.decoders.recomputed_norm._ELEMENTS", 1 << 13)
+    monkeypatch.setattr("tinker_local.backend.training.model.decoders.recomputed_norm._ELEMENTS", 1 << 13)
     parts: list[int] = []
 
     def norm(x: torch.Tensor) -> torch.Tensor:
@@ -250,7 +250,7 @@ def test_layers_run_backward_without_hidden_states_and_their_gradient_in_memory(
 
     monkeypatch.setattr(LmHead, "logprobs_and_gradient", watched_head)
     for module in ("written_out.attention_block", "packed_attention"):
-        monkeypatch.setattr(f"tinker_local.backend.training.decoders.{module}.attend_backward", watched_attention)
+        monkeypatch.setattr(f"tinker_local.backend.training.model.decoders.{module}.attend_backward", watched_attention)
     ours = trainer("llama", decoder=decoder)
     add_adapter(ours, "a")
     ours.forward_backward([TrainWork("a", [make.datum(9)], "cross_entropy")])

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from tinker_local.backend.training.process_trainer import ProcessTrainer
+from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import Trainer, TrainWork
-from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import AdamParams, ApiError, InternalError, InvalidRequestError, LoraConfig, UnsupportedError
 
 pytestmark = pytest.mark.more

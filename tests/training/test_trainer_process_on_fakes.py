@@ -313,7 +313,7 @@ def test_logs_of_the_process_are_logged_here_and_its_prints_stay_out_of_the_outp
     trainer.discard_gradients("print hello")
     # The SDK of other tests in this process may log from threads that are still ending.
     (record,) = [record for record in caplog.records if record.name.startswith("tinker_local.")]
-    assert (record.name, record.levelno) == ("tinker_local.backend.training.worker", logging.WARNING)
+    assert (record.name, record.levelno) == ("tinker_local.backend.training.run.worker", logging.WARNING)
     assert record.getMessage() == "100 % slow"
     assert record.process == pid_of(trainer)
     assert capfd.readouterr() == ("", "hello\n")

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinker_local.backend.training.decoders.written_out.layers import WrittenOutPass
-from tinker_local.backend.training.lora_batch import LoraBatch
+from tinker_local.backend.training.lora.lora_batch import LoraBatch
 from tinker_local.backend.training.losses import LOSSES
+from tinker_local.backend.training.model.decoders.written_out.layers import WrittenOutPass
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
 from tinker_local.types import (
     AdamParams,

@@ -18,7 +18,7 @@ from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.models.served_models import Engines
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.losses import LOSSES, loss_of
-from tinker_local.backend.training.worker import HFTrainer
+from tinker_local.backend.training.run.worker import HFTrainer
 
 from tests.training.autograd_reference import Hooked, norms_in_float64
 from tests.training.loss_reference import reference

@@ -14,9 +14,9 @@ import pytest
 import torch
 from tinker_local.backend.families import family_of
 from tinker_local.backend.tiny_models import make_tiny_vl_model
-from tinker_local.backend.training.choose_kernels import kernels_for
-from tinker_local.backend.training.decoders import make_decoder, transformers_delta_net
-from tinker_local.backend.training.load_model import config_of
+from tinker_local.backend.training.kernels.choose_kernels import kernels_for
+from tinker_local.backend.training.model.decoders import make_decoder, transformers_delta_net
+from tinker_local.backend.training.model.load_model import config_of
 
 FAILING = '__version__ = "0.6.0"\n' + "".join(
     f"def {name}(x, *args, **kwargs):\n    raise RuntimeError('0 active drivers ([]). There should only be one.')\n"

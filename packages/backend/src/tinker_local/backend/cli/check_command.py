@@ -74,7 +74,7 @@ def _fault_of_weights(source: ModelSource) -> str | None:
     if (folder := folder_of(source.path)) is None:
         return None
     if all(importlib.util.find_spec(library) for library in ("torch", "transformers")):
-        from tinker_local.backend.training.load_model import check_weights, config_of, supported_family
+        from tinker_local.backend.training.model.load_model import check_weights, config_of, supported_family
         from tinker_local.types import UnsupportedError
 
         try:

@@ -11,7 +11,7 @@ from tinker_local.backend.families.family import Family
 from tinker_local.types import InvalidRequestError, NotFoundError
 
 if TYPE_CHECKING:
-    from tinker_local.backend.training.lora import Target
+    from tinker_local.backend.training.lora.lora import Target
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class BaseModel:
 
     def target_modules(self, paths: Sequence[str]) -> tuple[str, ...]:
         """PEFT's `target_modules` for exactly these paths."""
-        from tinker_local.backend.training.lora import target_modules
+        from tinker_local.backend.training.lora.lora import target_modules
 
         return target_modules(self.model, paths)
 
@@ -72,7 +72,7 @@ class BaseModel:
 
     def _experts(self, modules: Mapping[str, Any], path: str) -> "Target | None":
         """The projection of experts at `path`, if it is one."""
-        from tinker_local.backend.training.decoders.packed_experts import expert_targets
+        from tinker_local.backend.training.model.decoders.packed_experts import expert_targets
 
         module, _, _ = path.rpartition(".")
         if self.family.lora.experts is None or not hasattr(modules.get(module), "gate_up_proj"):

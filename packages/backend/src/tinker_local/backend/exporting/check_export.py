@@ -130,7 +130,7 @@ class Reference:
     """The trainer with the adapter: what an export is compared with. Holds the base model until `close`."""
 
     def __init__(self, trained: Trained, device: str) -> None:
-        from tinker_local.backend.training.worker import HFTrainer
+        from tinker_local.backend.training.run.worker import HFTrainer
 
         base = trained.base
         rank = trained.config.rank
@@ -175,7 +175,7 @@ def check_by_transformers(folder: Path, trained: Trained, to: str, device: str) 
 def _loaded_logprobs(folder: Path, trained: Trained, to: str, device: str, probe: Probe) -> Logprobs:
     import torch
     import transformers
-    from tinker_local.backend.training.decoders.transformers_delta_net import use_kernels_on_gpus_alone
+    from tinker_local.backend.training.model.decoders.transformers_delta_net import use_kernels_on_gpus_alone
 
     base = trained.base
     auto = getattr(transformers, base.family.auto_class)

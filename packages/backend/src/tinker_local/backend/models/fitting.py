@@ -7,8 +7,8 @@ from typing import Any
 
 from tinker_local.backend.models.gpu_plan import COUNTED_RANK, model_sizes, plan_gpu, step_sizes
 from tinker_local.backend.options import MICRO_BATCH_TOKENS, BackendOptions
-from tinker_local.backend.training.block_memory import CUDA_LOGITS, attention_memory, decoder_memory, mlp_memory
-from tinker_local.backend.training.recompute_policy import ActivationMemory
+from tinker_local.backend.training.run.block_memory import CUDA_LOGITS, attention_memory, decoder_memory, mlp_memory
+from tinker_local.backend.training.run.recompute_policy import ActivationMemory
 
 GIB = 2**30
 CONTEXT = GIB // 2
@@ -146,7 +146,7 @@ class Fitting:
     def of(cls, config: Any) -> "Fitting":
         """Any model, from its config of transformers: torch makes its modules without values. UnsupportedError if it is
         not served."""
-        from tinker_local.backend.training.load_model import decoder_of_sizes, supported_family
+        from tinker_local.backend.training.model.load_model import decoder_of_sizes, supported_family
 
         supported_family(config, config.name_or_path)
         options = BackendOptions()

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tinker_local.backend.sampling.sampler import RESERVED
-from tinker_local.backend.training.block_memory import attention_widths, exchange_bytes
+from tinker_local.backend.training.run.block_memory import attention_widths, exchange_bytes
 
 if TYPE_CHECKING:
-    from tinker_local.backend.training.block_memory import TowerSizes
-    from tinker_local.backend.training.recompute_policy import ActivationMemory
+    from tinker_local.backend.training.run.block_memory import TowerSizes
+    from tinker_local.backend.training.run.recompute_policy import ActivationMemory
 
 _GIB = 2**30
 _PAGE = 16

@@ -402,7 +402,7 @@ def _imports(options: BackendOptions) -> Mapping[str, str]:
         return {}
     places = {
         "sampler": (options.sampler, "tinker_local.backend.vllm_engine.build_engine:import_vllm"),
-        "trainer": (options.trainer, "tinker_local.backend.training.worker"),
+        "trainer": (options.trainer, "tinker_local.backend.training.run.worker"),
     }
     return {
         name: function
@@ -417,8 +417,8 @@ def _load_real(source: ModelSource, options: BackendOptions, progress: Progress)
         import torch
         from tinker_local.backend.families import OTHER
         from tinker_local.backend.rendering.hf_text import HFText
-        from tinker_local.backend.training.load_model import check_weights, config_of, supported_family
-        from tinker_local.backend.training.worker import HFTrainer, trainer_of_rank
+        from tinker_local.backend.training.model.load_model import check_weights, config_of, supported_family
+        from tinker_local.backend.training.run.worker import HFTrainer, trainer_of_rank
         from tinker_local.backend.vllm_engine import build_engine, compat_vllm
 
     check_source(source)

@@ -18,10 +18,10 @@ from tinker_local.backend.models.gpu_plan import (
 )
 from tinker_local.backend.models.placement import FIRST_GPU, ONE_GPU, Layout, layouts, replica_gpus
 from tinker_local.backend.options import CPU_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS, BackendOptions
-from tinker_local.backend.training.block_memory import CUDA_LOGITS
+from tinker_local.backend.training.run.block_memory import CUDA_LOGITS
 
 if TYPE_CHECKING:
-    from tinker_local.backend.training.decoder import Decoder
+    from tinker_local.backend.training.model.decoder import Decoder
     from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 
 log = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ def _placed(engine: "EngineOptions", layout: Layout) -> "EngineOptions":
 
 def _sizes(config: Any, engine: "EngineOptions", options: BackendOptions) -> "tuple[Decoder, ModelSizes]":
     """The decoder of a model of `config`, without values, and the model's sizes."""
-    from tinker_local.backend.training.load_model import decoder_of_sizes, tower_of_sizes
+    from tinker_local.backend.training.model.load_model import decoder_of_sizes, tower_of_sizes
 
     dtype = engine.dtype or options.dtype or "float32"
     decoder, parameters = decoder_of_sizes(config, dtype, options.decoder)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from tinker_local.backend.families import family_of
-from tinker_local.backend.training.experts import SILU, ClampedGating
-from tinker_local.backend.training.kernels import TorchKernels
+from tinker_local.backend.training.kernels.kernels import TorchKernels
+from tinker_local.backend.training.model.experts import SILU, ClampedGating
 from tinker_local.backend.vllm_engine.compat_vllm import class_of_model, version
 from tinker_local.backend.vllm_engine.lora_operators import Factors
 

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.losses.loss import Loss
-from tinker_local.backend.training.packing import Packed, spans
+from tinker_local.backend.training.run.packing import Packed, spans
+from tinker_local.backend.training.run.transfer import to_device
 from tinker_local.backend.training.trainer import TrainWork
-from tinker_local.backend.training.transfer import to_device
 
 Int64Array = npt.NDArray[np.int64]
 Tensors = Mapping[str, torch.Tensor]

@@ -1,0 +1,83 @@
+"""The interface between the trainer and an architecture: embeddings to hidden states, and gradients back to adapters.
+
+There are two implementations: `decoders/written_out` has a hand-written forward and backward, which is faster;
+`decoders/autograd.py` runs the modules of transformers. Legend: T tokens, H hidden size, V image positions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from tinker_local.backend.options import DecoderName
+from tinker_local.backend.training.lora.lora import Target
+from tinker_local.backend.training.lora.lora_batch import LoraBatch
+from tinker_local.backend.training.model.attention import Segments
+from tinker_local.backend.training.parallel.large_weights import RESIDENT, Walk
+from tinker_local.backend.training.rotations import Rotations
+from tinker_local.backend.training.run.recompute_policy import ActivationMemory, RecomputePolicy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRow:
+    """One micro-batch as a row without padding.
+
+    `embeds` [T, H]: decoders may keep but not change it. `position_ids` [1, T] or [3, 1, T], as the family's rotary
+    module takes them. `segments`: the lengths of the sequences; if several ranks share the row, those of all of it, and
+    all else is of the T positions of this rank. `deepstack`: [V, H] for each of the first layers, added to its output
+    at `image_rows` [V]. `grad_deepstack`: receives their gradients in a backward; empty if none needs them.
+    """
+
+    embeds: torch.Tensor
+    position_ids: torch.Tensor
+    segments: Segments
+    image_rows: torch.Tensor | None = None
+    deepstack: Sequence[torch.Tensor] = ()
+    grad_deepstack: Sequence[torch.Tensor] = ()
+
+    def add_deepstack(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Add the image features of layer `layer` to its output `hidden` [T, H], in place."""
+        if layer < len(self.deepstack) and self.image_rows is not None:
+            hidden.index_add_(0, self.image_rows, self.deepstack[layer].to(hidden.dtype))
+        return hidden
+
+    def write_deepstack_gradient(self, layer: int, grad: torch.Tensor) -> None:
+        """Write the gradient of the image features of layer `layer` from that of its output, [T, H]."""
+        if layer < len(self.grad_deepstack) and self.image_rows is not None:
+            torch.index_select(grad, 0, self.image_rows, out=self.grad_deepstack[layer])
+
+
+class DecoderPass(Protocol):
+    """A forward pass, with what its backward needs."""
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """Hidden states after the last norm, [T, H]."""
+
+    def backward(self, grad_hidden: torch.Tensor) -> torch.Tensor:
+        """The gradient of the embeddings [T, H] from that of `hidden` [T, H]. Writes the adapters' gradients to the
+        `LoraBatch`, and those of image features to `PackedRow.grad_deepstack`. Consumes this pass and `grad_hidden`.
+        Walks back through the layers."""
+
+
+class Decoder(Protocol):
+    """The layers of one base model, with frozen weights. Stateless between calls. `name`: as `--decoder` has it."""
+
+    name: DecoderName
+
+    @property
+    def targets(self) -> Sequence[Target]:
+        """The matrices that adapters can train, in the model's order."""
+
+    def forward(
+        self, row: PackedRow, lora: LoraBatch, policy: RecomputePolicy | None, walk: Walk = RESIDENT
+    ) -> DecoderPass:
+        """Hidden states of `row` with the adapters of `lora`. `policy`: what each layer keeps for the backward (None:
+        no backward follows). Enters every layer of `walk` before it reads its weights, also in the backward."""
+
+    def memory(self, tokens: int, columns: int) -> ActivationMemory:
+        """The memory that activations of `tokens` take. `columns`: total rank of the adapters, R."""
+
+    def rotations(self, layers: Sequence[int] | None, position_ids: torch.Tensor) -> Rotations:
+        """What attention of `layers` (None: of all that have any) gets at `position_ids`, as in `PackedRow`. Reads no
+        large weights."""

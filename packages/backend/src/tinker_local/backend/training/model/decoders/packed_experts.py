@@ -1,0 +1,142 @@
+"""Routed experts of transformers' models: which modules they are, and their forward with adapters.
+
+Legend: T tokens, H hidden size, E experts, K experts of a token, I intermediate size.
+"""
+
+from typing import Any
+
+import torch
+from tinker_local.backend.families.family import Experts
+from tinker_local.backend.training.kernels.kernels import TorchKernels
+from tinker_local.backend.training.lora.lora import Target
+from tinker_local.backend.training.lora.lora_batch import LowRank
+from tinker_local.backend.training.model.experts import (
+    SILU,
+    ClampedGating,
+    ExpertsKept,
+    ExpertWeights,
+    Routing,
+    down,
+    experts_backward,
+    gate_and_up,
+)
+
+_KERNELS = TorchKernels()
+
+
+_MATRICES, _BIASES = {"gate_up_proj", "down_proj"}, {"gate_up_proj_bias", "down_proj_bias"}
+
+
+def weights_of(module: Any) -> ExpertWeights | None:
+    """The weights of transformers' `module`, as views, if it has the parts of routed experts and no others."""
+    found = {name: weight.detach() for name, weight in module.named_parameters(recurse=False)}
+    if found.keys() not in (_MATRICES, _MATRICES | _BIASES) or any(found[name].dim() != 3 for name in _MATRICES):
+        return None
+    biases = found.get("gate_up_proj_bias"), found.get("down_proj_bias")
+    gating = ClampedGating(module.alpha, module.limit) if hasattr(module, "limit") else SILU
+    gate_up, down = found["gate_up_proj"], found["down_proj"]
+    for _ in range(2):
+        count, height, hidden = gate_up.shape
+        if down.shape == (count, hidden, height // 2):
+            return ExpertWeights(gate_up, down, *biases, gating)
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    return None
+
+
+@torch.no_grad()
+def is_experts(module: Any) -> bool:
+    """Whether `module` maps rows, experts and scores to what `training.experts` computes of its weights. Without values
+    (on the meta device) it is assumed to, if it has these parts."""
+    weights = weights_of(module)
+    if weights is None:
+        return False
+    weight, (count, _, hidden) = weights.gate_up, weights.gate_up.shape
+    if weight.is_meta:
+        return True
+    x = torch.linspace(-2, 2, 2 * hidden, dtype=weight.dtype, device=weight.device).view(2, -1)
+    experts = torch.tensor([[0, count - 1], [count - 1, 0]], device=weight.device)
+    scores = torch.tensor([[0.75, 0.25], [0.5, 0.5]], dtype=weight.dtype, device=weight.device)
+    ours = packed_experts(module, x, experts, scores, None, None)
+    theirs = module(x, experts, scores)
+    return bool((ours - theirs).norm() <= 0.02 * theirs.norm())
+
+
+@torch.no_grad()
+def scores_are_softmax(router: Any) -> bool:
+    """Whether the scores that `router` gives are the softmax of its chosen experts' logits, and of no others. Without
+    values (on the meta device) it is assumed to."""
+    weight = router.weight
+    if weight.is_meta:
+        return True
+    x = torch.linspace(-1, 1, 2 * weight.shape[1], dtype=weight.dtype, device=weight.device).view(2, -1)
+    # If one logit is far above the others, they all give the same scores.
+    x /= router(x)[0].abs().max().clamp_min(1e-3)
+    logits, scores, experts = router(x)
+    ours = logits.gather(1, experts).softmax(-1)
+    return bool((ours - scores).norm() <= 0.02 * scores.norm())
+
+
+def expert_targets(path: str, group: str, index: int, module: Any, names: Experts) -> list[Target]:
+    """What adapters train of the experts `module` at `path`, block `index` of its kind: gate and up in the group
+    `group`.gate_up, down in `group`.down."""
+    weights = weights_of(module)
+    assert weights is not None
+    count, hidden, width = weights.down.shape
+    return [
+        Target(f"{path}.{names.gate}", f"{group}.gate_up", names.gate, index, hidden, width, "mlp", count, "A"),
+        Target(f"{path}.{names.up}", f"{group}.gate_up", names.up, index, hidden, width, "mlp", count, "A"),
+        Target(f"{path}.{names.down}", f"{group}.down", names.down, index, width, hidden, "mlp", count, "B"),
+    ]
+
+
+def packed_experts(
+    module: Any,
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    scores: torch.Tensor,
+    low_gate_up: LowRank | None,
+    low_down: LowRank | None,
+) -> torch.Tensor:
+    """The output [T, H] of the experts `module` for rows `x` [T, H], which go to `experts` [T, K] with `scores`."""
+    output: torch.Tensor = _Experts.apply(x, scores, experts, weights_of(module), low_gate_up, low_down)
+    return output
+
+
+class _Experts(torch.autograd.Function):
+    """Connects `training.experts` to autograd. The backward writes the adapters' gradients to `LowRank`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        scores: torch.Tensor,
+        experts: torch.Tensor,
+        weights: ExpertWeights,
+        low_gate_up: LowRank | None,
+        low_down: LowRank | None,
+    ) -> torch.Tensor:
+        x, scores = x.detach(), scores.detach()
+        routing = Routing.of(experts, len(weights.down), None, _KERNELS)
+        h, gate_up = gate_and_up(x, routing, weights, low_gate_up, _KERNELS)
+        mid, output = down(gate_up, h, scores, routing, weights, low_gate_up, low_down, _KERNELS)
+        places = routing.of_tokens, routing.order, routing.places, routing.bounds
+        ctx.save_for_backward(x, scores, gate_up, h, mid, *places)
+        ctx.weights, ctx.low_ranks = weights, (low_gate_up, low_down)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, scores, gate_up, h, mid, *places = ctx.saved_tensors
+        low_gate_up, low_down = ctx.low_ranks
+        grad_x, grad_scores = experts_backward(
+            grad,
+            x,
+            scores,
+            Routing(*places),
+            ctx.weights,
+            ExpertsKept(gate_up, h, mid),
+            low_gate_up,
+            low_down,
+            _KERNELS,
+        )
+        return grad_x, grad_scores, None, None, None, None

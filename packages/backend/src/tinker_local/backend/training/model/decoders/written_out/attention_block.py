@@ -1,0 +1,233 @@
+"""Attention with rotary positions, forward and backward.
+
+    y = x + norm'(O (attend(rope(norm(Q n)), rope(norm(K n)), V n) * sigmoid(G n)))        n = norm(x)
+
+Each of Q, K, V, O is a frozen matrix plus the adapters' low rank; the head norms and norm' are optional. So is the gate
+G: its rows are those of Q's matrix, head by head after the query's. Legend: T tokens, H hidden size, N query heads, M
+key-value heads, D head size, g = 2 with a gate and else 1, p projections of a group, R columns of adapters.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from tinker_local.backend.training.lora.lora import Target
+from tinker_local.backend.training.lora.lora_batch import project, project_backward, project_onto, whole
+from tinker_local.backend.training.model.attention import AttentionRule, attend, attend_backward
+from tinker_local.backend.training.model.decoders.written_out.block import (
+    NormAfter,
+    RowContext,
+    concatenated,
+    joined,
+    norm_weight,
+    present,
+)
+from tinker_local.backend.training.rotations import constant_row
+from tinker_local.backend.training.run.block_memory import BlockMemory, attention_memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionBlock:
+    """The weights of attention block `index`. Projections that read the same input are joined: `qkv`
+    [(g N + 2 M) D, H]. `output` [H, N D]; `norm` [H]; `q_norm`, `k_norm` [D], biases and the norm `after` if the family
+    has them. `rotary`: the kind of layer, if its positions have their own angles."""
+
+    index: int
+    norm: torch.Tensor
+    epsilon: float
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: torch.Tensor
+    output_bias: torch.Tensor | None
+    heads: int
+    kv_heads: int
+    head_size: int
+    gated: bool
+    rule: AttentionRule
+    targets: tuple[Target, ...]
+    after: NormAfter | None = None
+    rotary: str | None = None
+
+    @classmethod
+    def take(
+        cls,
+        index: int,
+        path: str,
+        norm: Any,
+        attention: Any,
+        rule: AttentionRule,
+        after: NormAfter | None,
+        rotary: str | None,
+    ) -> "AttentionBlock":
+        """Make the block from transformers' modules `norm` and `attention` (at `path`), which attends by `rule`. Joins
+        matrices: the modules' own parameters become views."""
+        weight, epsilon = norm_weight(norm)
+        qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+        kv_width = attention.k_proj.out_features
+        groups = {"qkv": ("q_proj", "k_proj", "v_proj"), "output": ("o_proj",)}
+        return cls(
+            index=index,
+            norm=weight,
+            epsilon=epsilon,
+            qkv=joined(qkv),
+            qkv_bias=None if qkv[0].bias is None else concatenated([module.bias.detach() for module in qkv]),
+            q_norm=_weight(attention, "q_norm"),
+            k_norm=_weight(attention, "k_norm"),
+            output=attention.o_proj.weight.detach(),
+            output_bias=None if attention.o_proj.bias is None else attention.o_proj.bias.detach(),
+            heads=attention.o_proj.in_features // attention.head_dim,
+            kv_heads=kv_width // attention.head_dim,
+            head_size=attention.head_dim,
+            gated=attention.q_proj.out_features == 2 * attention.o_proj.in_features,
+            rule=rule,
+            targets=tuple(
+                Target.of(f"{path}.{name}", f"attention.{group}", index, getattr(attention, name), "attn")
+                for group, names in groups.items()
+                for name in names
+            ),
+            after=after,
+            rotary=rotary,
+        )
+
+    def start(self, x: torch.Tensor, context: RowContext) -> "AttentionPass":
+        """Create a pass over `x` [T, H]."""
+        return AttentionPass(self, context, x)
+
+    def memory(self, tokens: int, columns: int, itemsize: int) -> BlockMemory:
+        """See `Block.memory`."""
+        sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_size": self.head_size}
+        found = attention_memory(tokens, columns, itemsize, **sizes, gates=self.heads * self.gated)
+        return found if self.after is None else found.with_norm_after(tokens * len(self.norm) * itemsize)
+
+    def rotated(self, context: RowContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """Query and key [T, D] of the first head where the projections give `constant_row`."""
+        q_norm, k_norm = (None if weight is None else torch.ones_like(weight) for weight in (self.q_norm, self.k_norm))
+        row = torch.from_numpy(constant_row(len(self.qkv), self.head_size)).to(self.qkv.device, self.qkv.dtype)
+        qkv = row.expand(sum(context.segments.lengths), -1).contiguous()
+        query, key, _ = AttentionPass(replace(self, q_norm=q_norm, k_norm=k_norm), context, qkv).query_key_value(qkv)
+        return query[:, 0], key[:, 0]
+
+    def parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Split the joined output into query [T, g N D], key and value [T, M D]."""
+        widths = [
+            (1 + self.gated) * self.heads * self.head_size,
+            self.kv_heads * self.head_size,
+            self.kv_heads * self.head_size,
+        ]
+        return tuple(qkv.split(widths, dim=-1))
+
+    def split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Split the joined output into query [T, N, D], key and value [T, M, D]. With a gate, the query's heads lie 2 D
+        apart."""
+        query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in self.parts(qkv))
+        return query[:, :: 1 + self.gated], key, value
+
+    def gate(self, qkv: torch.Tensor) -> torch.Tensor:
+        """The part of the joined output that gates what was attended, [T, N, D]."""
+        return self.parts(qkv)[0].unflatten(-1, (-1, self.head_size))[:, 1::2]
+
+
+@dataclass(slots=True, eq=False)
+class AttentionPass:
+    """`qkv` [T, (g N + 2 M) D]: before head norms and positions. `attended` [T, N, D], before the gate, and its
+    `logsumexp`. `h_qkv` [T, 3, R], `h_output` [T, 1, R]: h of the adapters. `update` [T, H]: before the norm after."""
+
+    block: AttentionBlock
+    context: RowContext
+    x: torch.Tensor
+    qkv: torch.Tensor | None = None
+    attended: torch.Tensor | None = None
+    logsumexp: torch.Tensor | None = None
+    h_qkv: torch.Tensor | None = None
+    h_output: torch.Tensor | None = None
+    update: torch.Tensor | None = None
+
+    def forward(self) -> torch.Tensor:
+        block, lora = self.block, self.context.lora
+        self._attend()
+        if block.after is not None:
+            return block.after.add(self.context.kernels, self.x, self._update())
+        self.h_output, y = project_onto(
+            self.x, self._gated(), block.output, lora.group("attention.output", block.index)
+        )
+        return y if block.output_bias is None else y.add_(block.output_bias)
+
+    def drop_large(self) -> None:
+        """Drop nothing: no activation of attention is cheap to recompute."""
+
+    def restore(self) -> None:
+        if self.attended is None:
+            self._attend()
+        if self.block.after is not None and self.update is None:
+            self._update()
+        low_rank = self.context.lora.group("attention.output", self.block.index)
+        if self.h_output is None and low_rank is not None:
+            self.h_output = low_rank.down(self._gated())
+
+    def backward(self, grad: torch.Tensor) -> torch.Tensor:
+        block, c = self.block, self.context
+        qkv, attended = present(self.qkv), present(self.attended)
+        low_rank = c.lora.group("attention.output", block.index)
+        grad_output = grad
+        if block.after is not None:
+            grad_output, self.update = block.after.backward(c.kernels, grad, present(self.update)), None
+        grad_attended = project_backward(grad_output, self._gated(), block.output, low_rank, self.h_output, whole)
+        del grad_output
+        cos, sin = c.angles[block.rotary]
+        grad_qkv = torch.empty_like(qkv)
+        if block.gated:
+            sigmoid = block.gate(qkv).sigmoid()
+            grad_attended = grad_attended.view_as(attended) * sigmoid
+            torch.mul(grad_attended * attended, 1 - sigmoid, out=block.gate(grad_qkv))
+            del sigmoid
+        query, key, value = self.query_key_value(qkv)
+        grad_query, grad_key, grad_value = attend_backward(
+            grad_attended.view_as(attended), query, key, value, attended, self.logsumexp, c.segments, block.rule
+        )
+        to_query, to_key, to_value = block.split_heads(grad_qkv)
+        raw_query, raw_key, _ = block.split_heads(qkv)
+        c.kernels.norm_rope_backward(grad_query, raw_query, block.q_norm, block.epsilon, cos, sin, to_query)
+        c.kernels.norm_rope_backward(grad_key, raw_key, block.k_norm, block.epsilon, cos, sin, to_key)
+        to_value.copy_(grad_value)
+        n = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
+        low_rank = c.lora.group("attention.qkv", block.index)
+        grad_n = project_backward(grad_qkv, n, block.qkv, low_rank, self.h_qkv, block.parts)
+        return c.kernels.rms_norm_backward(grad_n, self.x, block.norm, block.epsilon, grad)
+
+    def _update(self) -> torch.Tensor:
+        """What the norm after reads, [T, H]."""
+        block, low_rank = self.block, self.context.lora.group("attention.output", self.block.index)
+        self.h_output, self.update = project(self._gated(), block.output, block.output_bias, low_rank, whole)
+        return self.update
+
+    def _gated(self) -> torch.Tensor:
+        """What the output projection reads, [T, N D]."""
+        attended = present(self.attended)
+        if self.block.gated:
+            attended = attended * self.block.gate(present(self.qkv)).sigmoid()
+        return attended.flatten(1)
+
+    def _attend(self) -> None:
+        block, c = self.block, self.context
+        n = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
+        low_rank = c.lora.group("attention.qkv", block.index)
+        self.h_qkv, self.qkv = project(n, block.qkv, block.qkv_bias, low_rank, block.parts)
+        self.attended, self.logsumexp = attend(*self.query_key_value(self.qkv), c.segments, block.rule)
+
+    def query_key_value(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The inputs of attention, with head norms and positions: [T, N, D], [T, M, D] and [T, M, D]."""
+        block, c = self.block, self.context
+        query, key, value = block.split_heads(qkv)
+        cos, sin = c.angles[block.rotary]
+        return (
+            c.kernels.norm_rope(query, block.q_norm, block.epsilon, cos, sin),
+            c.kernels.norm_rope(key, block.k_norm, block.epsilon, cos, sin),
+            value,
+        )
+
+
+def _weight(attention: Any, name: str) -> torch.Tensor | None:
+    norm = getattr(attention, name, None)
+    return None if norm is None else norm_weight(norm)[0]

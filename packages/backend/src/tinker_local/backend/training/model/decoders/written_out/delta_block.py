@@ -1,0 +1,134 @@
+"""Linear attention by the gated delta rule, forward and backward.
+
+    y = x + O mix(QKV n, Z n, b n, a n)        n = norm(x)
+
+Each of Q, K, V, Z, O is a frozen matrix plus the adapters' low rank; b and a are frozen. `kernels/delta_rule.py` has
+what lies between. Legend: T tokens, H hidden size, M value heads, V their size, C = channels of QKV, p projections of a
+group, R columns of adapters.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tinker_local.backend.training.kernels.delta_rule import DeltaRule, MixInputs, mix, mix_backward, transient_bytes
+from tinker_local.backend.training.lora.lora import Target
+from tinker_local.backend.training.lora.lora_batch import project, project_backward, project_onto, whole
+from tinker_local.backend.training.model.decoders.written_out.block import RowContext, joined, norm_weight, present
+from tinker_local.backend.training.run.block_memory import BlockMemory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaBlock:
+    """The weights of the linear attention of block `index`. Projections that read the same input are joined: `qkvz`
+    [C + M V, H], and `ba` [2 M, H], which adapters do not train. `output` [H, M V]; `norm` [H]."""
+
+    index: int
+    norm: torch.Tensor
+    epsilon: float
+    qkvz: torch.Tensor
+    ba: torch.Tensor
+    output: torch.Tensor
+    rule: DeltaRule
+    targets: tuple[Target, ...]
+
+    @classmethod
+    def take(cls, index: int, path: str, norm: Any, net: Any) -> "DeltaBlock":
+        """Make the block from transformers' modules `norm` and `net` (at `path`), the `index`-th of their kind. Joins
+        matrices: the modules' own parameters become views."""
+        weight, epsilon = norm_weight(norm)
+        heights = {
+            "in_proj_q": net.key_dim,
+            "in_proj_k": net.key_dim,
+            "in_proj_v": net.value_dim,
+            "in_proj_z": net.value_dim,
+        }
+        inputs = [
+            Target(f"{path}.{name}", "delta.qkvz", name, index, net.hidden_size, height, "attn")
+            for name, height in heights.items()
+        ]
+        return cls(
+            index=index,
+            norm=weight,
+            epsilon=epsilon,
+            qkvz=joined([net.in_proj_qkv, net.in_proj_z]),
+            ba=joined([net.in_proj_b, net.in_proj_a]),
+            output=net.out_proj.weight.detach(),
+            rule=DeltaRule.of(net),
+            # In the order of transformers' modules, in which the same seed draws the same A in every decoder.
+            targets=(Target.of(f"{path}.out_proj", "delta.output", index, net.out_proj, "attn"), *inputs),
+        )
+
+    def start(self, x: torch.Tensor, context: RowContext) -> "DeltaPass":
+        """Create a pass over `x` [T, H]."""
+        return DeltaPass(self, context, x)
+
+    def memory(self, tokens: int, columns: int, itemsize: int) -> BlockMemory:
+        """Kept: the projections of the input, what `mix` made of them, and the adapters' h."""
+        widths = len(self.qkvz) + len(self.ba) + self.output.shape[1]
+        kept = tokens * (widths + 5 * columns) * itemsize
+        return BlockMemory(lean=kept, large=0, transient=2 * kept + transient_bytes(tokens, self.rule))
+
+    def parts(self, qkvz: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Split the joined output into q, k, v and z."""
+        return tuple(qkvz.split([target.outputs for target in self.targets[1:]], dim=-1))
+
+    def inputs(self, qkvz: torch.Tensor, ba: torch.Tensor) -> MixInputs:
+        """The joined outputs as what `mix` takes."""
+        z = self.output.shape[1]
+        return MixInputs(*qkvz.split([len(self.qkvz) - z, z], dim=-1), *ba.chunk(2, dim=-1))
+
+
+@dataclass(slots=True, eq=False)
+class DeltaPass:
+    """`qkvz` [T, C + M V], `ba` [T, 2 M]; `mixed` [T, M V]. `h_qkvz` [T, 4, R], `h_output` [T, 1, R]: h of the
+    adapters."""
+
+    block: DeltaBlock
+    context: RowContext
+    x: torch.Tensor
+    qkvz: torch.Tensor | None = None
+    ba: torch.Tensor | None = None
+    mixed: torch.Tensor | None = None
+    h_qkvz: torch.Tensor | None = None
+    h_output: torch.Tensor | None = None
+
+    def forward(self) -> torch.Tensor:
+        block, lora = self.block, self.context.lora
+        self._mix()
+        low_rank = lora.group("delta.output", block.index)
+        self.h_output, y = project_onto(self.x, present(self.mixed), block.output, low_rank)
+        return y
+
+    def drop_large(self) -> None:
+        """Drop nothing: recomputing these projections costs as much as recomputing the whole layer."""
+
+    def restore(self) -> None:
+        if self.mixed is None:
+            self._mix()
+        low_rank = self.context.lora.group("delta.output", self.block.index)
+        if self.h_output is None and low_rank is not None:
+            self.h_output = low_rank.down(present(self.mixed))
+
+    def backward(self, grad: torch.Tensor) -> torch.Tensor:
+        block, c = self.block, self.context
+        low_rank = c.lora.group("delta.output", block.index)
+        grad_mixed = project_backward(grad, present(self.mixed), block.output, low_rank, self.h_output, whole)
+        self.mixed = None
+        inputs = block.inputs(present(self.qkvz), present(self.ba))
+        qkv, z, b, a = mix_backward(grad_mixed, inputs, c.segments, block.rule)
+        del grad_mixed
+        n = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
+        low_rank = c.lora.group("delta.qkvz", block.index)
+        grad_qkvz = torch.cat([qkv, z], dim=-1)
+        grad_n = project_backward(grad_qkvz, n, block.qkvz, low_rank, self.h_qkvz, block.parts)
+        grad_n.addmm_(torch.cat([b, a], dim=-1), block.ba)
+        return c.kernels.rms_norm_backward(grad_n, self.x, block.norm, block.epsilon, grad)
+
+    def _mix(self) -> None:
+        block, c = self.block, self.context
+        n = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
+        low_rank = c.lora.group("delta.qkvz", block.index)
+        self.h_qkvz, self.qkvz = project(n, block.qkvz, None, low_rank, block.parts)
+        self.ba = n @ block.ba.T
+        self.mixed = mix(block.inputs(self.qkvz, self.ba), c.segments, block.rule)

@@ -1,0 +1,160 @@
+"""Routed experts in place of an MLP, forward and backward.
+
+    out = y + Σ_k s_k D_e gated(G_e m, U_e m)        m = norm(y); e and s_k: of the router
+
+`model/experts.py` has the sum. A shared expert, if there is one, adds what `mlp_block.py` has. Legend: T tokens, H
+hidden size, K experts of a token, S = T K, I intermediate size of an expert, R columns of adapters.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tinker_local.backend.families.family import Experts
+from tinker_local.backend.training.lora.lora import Target
+from tinker_local.backend.training.lora.lora_batch import LowRank
+from tinker_local.backend.training.model.decoders.packed_experts import expert_targets, scores_are_softmax, weights_of
+from tinker_local.backend.training.model.decoders.written_out.block import RowContext, norm_weight, present
+from tinker_local.backend.training.model.decoders.written_out.mlp_block import MlpBlock, MlpPass
+from tinker_local.backend.training.model.experts import (
+    ExpertsKept,
+    ExpertWeights,
+    Routing,
+    activate,
+    chosen_softmax_backward,
+    down,
+    experts_backward,
+    gate_and_up,
+)
+from tinker_local.backend.training.run.block_memory import BlockMemory, experts_memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertsBlock:
+    """The weights of experts block `index`; `norm` [H]. `router(m)`: transformers' module, which returns logits, scores
+    [T, K] and experts [T, K]; `softmax`: whether the scores are the softmax of the chosen experts' logits. `shared`:
+    the expert that every position takes, or None."""
+
+    index: int
+    norm: torch.Tensor
+    epsilon: float
+    router: Any
+    softmax: bool
+    chosen: int
+    weights: ExpertWeights
+    shared: MlpBlock | None
+    targets: tuple[Target, ...]
+
+    @classmethod
+    def take(cls, index: int, path: str, norm: Any, mlp: Any, names: Experts) -> "ExpertsBlock":
+        """Make the block from transformers' modules `norm` and `mlp` (at `path`)."""
+        weight, epsilon = norm_weight(norm)
+        shared = None
+        if hasattr(mlp, "shared_expert"):
+            scale = mlp.shared_expert_gate.weight.detach()
+            shared = MlpBlock.take(index, f"{path}.shared_expert", norm, mlp.shared_expert, "shared_expert", scale)
+        weights = weights_of(mlp.experts)
+        assert weights is not None
+        router = mlp.gate if hasattr(mlp, "gate") else mlp.router
+        of_experts = expert_targets(f"{path}.experts", "experts", index, mlp.experts, names)
+        return cls(
+            index=index,
+            norm=weight,
+            epsilon=epsilon,
+            router=router,
+            softmax=scores_are_softmax(router),
+            chosen=router.top_k,
+            weights=weights,
+            shared=shared,
+            targets=(*of_experts, *(() if shared is None else shared.targets)),
+        )
+
+    def start(self, x: torch.Tensor, context: RowContext) -> "ExpertsPass":
+        """Create a pass over `x` [T, H]."""
+        return ExpertsPass(self, context, x, None if self.shared is None else self.shared.start(x, context))
+
+    def memory(self, tokens: int, columns: int, itemsize: int) -> BlockMemory:
+        """See `Block.memory`."""
+        _, hidden, width = self.weights.down.shape
+        sizes = {"chosen": self.chosen, "hidden": hidden, "width": width, "widths": self.weights.gating.widths}
+        routed = experts_memory(tokens, columns, itemsize, **sizes)
+        return routed if self.shared is None else routed.beside(self.shared.memory(tokens, columns, itemsize))
+
+
+@dataclass(slots=True, eq=False)
+class ExpertsPass:
+    """`shared`: the pass of the shared expert. `scores` [T, K]; `gate_up` [S, 2 I]; `h` [T, 2, R], of gate and up, and
+    `mid` [T, 1, R]: of the adapters."""
+
+    block: ExpertsBlock
+    context: RowContext
+    x: torch.Tensor
+    shared: MlpPass | None = None
+    routing: Routing | None = None
+    scores: torch.Tensor | None = None
+    gate_up: torch.Tensor | None = None
+    h: torch.Tensor | None = None
+    mid: torch.Tensor | None = None
+
+    def forward(self) -> torch.Tensor:
+        block, c = self.block, self.context
+        routing, scores, gate_up = self._routed()
+        self.mid, output = down(gate_up, self.h, scores, routing, block.weights, *self._low_ranks(), c.kernels)
+        output.add_(self.x)
+        return output if self.shared is None else self.shared.forward(output)
+
+    def drop_large(self) -> None:
+        self.gate_up = None
+        if self.shared is not None:
+            self.shared.drop_large()
+
+    def restore(self) -> None:
+        if self.gate_up is None:
+            self._routed()
+        low_ranks = self._low_ranks()
+        if self.mid is None and low_ranks[1] is not None:
+            given = present(self.gate_up), self.h, present(self.scores), present(self.routing), self.block.weights
+            _, self.mid = activate(*given, *low_ranks, self.context.kernels)
+        if self.shared is not None:
+            self.shared.restore()
+
+    def backward(self, grad: torch.Tensor) -> torch.Tensor:
+        block, c = self.block, self.context
+        m = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
+        scores, routing = present(self.scores), present(self.routing)
+        kept, self.gate_up = ExpertsKept(present(self.gate_up), self.h, self.mid), None
+        grad_m, grad_scores = experts_backward(
+            grad, m, scores, routing, block.weights, kept, *self._low_ranks(), c.kernels
+        )
+        self._add_gradient_by_scores(grad_scores, m, grad_m)
+        grad_x = c.kernels.rms_norm_backward(grad_m, self.x, block.norm, block.epsilon, grad)
+        return grad_x if self.shared is None else self.shared.backward(grad, grad_x)
+
+    def _add_gradient_by_scores(self, grad_scores: torch.Tensor, m: torch.Tensor, grad_m: torch.Tensor) -> None:
+        """Add to `grad_m` [T, H] what reaches `m` through the router, from the gradient of its scores [T, K]."""
+        block = self.block
+        if block.softmax:
+            experts, count = present(self.routing).of_tokens, len(block.weights.down)
+            grad_logits = chosen_softmax_backward(grad_scores, present(self.scores), experts, count)
+            grad_m.addmm_(grad_logits, block.router.weight)
+            return
+        with torch.enable_grad():
+            leaf = m.detach().requires_grad_()
+            scores = block.router(leaf)[1]
+        grad_m += torch.autograd.grad(scores, leaf, grad_scores)[0]
+
+    def _routed(self) -> tuple[Routing, torch.Tensor, torch.Tensor]:
+        block, c = self.block, self.context
+        m = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
+        low_rank, _ = self._low_ranks()
+        if self.routing is None or self.scores is None:
+            _, self.scores, experts = block.router(m)
+            owners = None if low_rank is None else low_rank.owners
+            self.routing = Routing.of(experts, len(block.weights.down), owners, c.kernels)
+        self.h, self.gate_up = gate_and_up(m, self.routing, block.weights, low_rank, c.kernels)
+        return self.routing, self.scores, self.gate_up
+
+    def _low_ranks(self) -> tuple[LowRank | None, LowRank | None]:
+        """Of gate and up, and of down."""
+        lora, index = self.context.lora, self.block.index
+        return lora.group("experts.gate_up", index), lora.group("experts.down", index)

@@ -1,0 +1,71 @@
+"""The input of the decoder: token embeddings, with image features at the positions that the renderer assigned."""
+
+import numpy as np
+import torch
+from tinker_local.backend.families.family import ImageFeatures
+from tinker_local.backend.training.model.attention import Segments
+from tinker_local.backend.training.model.decoder import PackedRow
+from tinker_local.backend.training.model.load_model import LoadedModel
+from tinker_local.backend.training.run.image_features import ImageFeatureCache
+from tinker_local.backend.training.run.packing import Part
+from tinker_local.backend.training.run.transfer import to_device
+
+
+@torch.no_grad()
+def packed_row(
+    loaded: LoadedModel,
+    images: ImageFeatureCache,
+    part: Part,
+    own: ImageFeatures | None = None,
+    *,
+    gradient: bool = False,
+) -> PackedRow:
+    """Embed `part` into a row of T positions. Image positions are explicit: an image pad id elsewhere is an ordinary
+    token. `own`: the features of `part.own_images`. `gradient`: a backward gives those of image features."""
+    device, family = loaded.device, loaded.family
+    positions = np.concatenate(
+        [family.position_ids(loaded.model.config, item.datum.input) for item in part.packed.items], axis=1
+    )
+    positions = np.pad(positions, ((0, 0), (0, part.padding)))[:, part.start : part.stop]
+    token_ids = np.pad(part.packed.token_ids, (0, part.padding))[part.start : part.stop]
+    lengths = (*part.packed.lengths, *([part.padding] if part.padding else []))
+    position_ids = to_device(positions if len(positions) == 1 else positions[:, None], device)
+    embeds = loaded.model.get_input_embeddings()(to_device(token_ids, device))
+    whole = family.vision is not None and family.vision.whole_images
+    segments = Segments(lengths, device, part.packed.image_bounds if whole else (), part.shared.or_none)
+    if not part.images and own is None:
+        return PackedRow(embeds, position_ids, segments)
+    features = joined([*([images.features(part.images)] if part.images else []), *([own] if own else [])])
+    image_rows = to_device(part.image_rows, device)
+    feature_rows = to_device(part.feature_rows, device)
+    embeds.index_copy_(0, image_rows, features.embeds[feature_rows].to(embeds.dtype))
+    deepstack = tuple(level[feature_rows] for level in features.deepstack)
+    grad_deepstack = tuple(torch.zeros_like(level, dtype=embeds.dtype) for level in deepstack) if gradient else ()
+    return PackedRow(embeds, position_ids, segments, image_rows, deepstack, grad_deepstack)
+
+
+def own_gradients(part: Part, row: PackedRow, grad_embeds: torch.Tensor) -> ImageFeatures:
+    """The gradients of the features of `part.own_images`, summed over the places of each image. `row`: after the
+    backward, which gave `grad_embeds` [T, H]."""
+    first = sum(image.num_tokens for image in part.images)
+    count = sum(image.num_tokens for _, image in part.own_images)
+    places = np.flatnonzero(part.feature_rows >= first)
+    device = grad_embeds.device
+    rows = to_device(part.feature_rows[places] - first, device)
+
+    def summed(gradients: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        return gradients.new_zeros(count, gradients.shape[1]).index_add_(0, rows, gradients[of])
+
+    levels = to_device(places, device)
+    return ImageFeatures(
+        summed(grad_embeds, to_device(part.image_rows[places], device)),
+        tuple(summed(level, levels) for level in row.grad_deepstack),
+    )
+
+
+def joined(features: list[ImageFeatures]) -> ImageFeatures:
+    """The features of several lists of images as those of one."""
+    if len(features) == 1:
+        return features[0]
+    levels = zip(*(each.deepstack for each in features), strict=True)
+    return ImageFeatures(torch.cat([each.embeds for each in features]), tuple(torch.cat(level) for level in levels))

@@ -1,0 +1,247 @@
+"""Load a base model for training: frozen, with a decoder that trains adapters on it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from tinker_local.backend.adapters.adapter import HEAD
+from tinker_local.backend.families import FAMILIES, NO_FAMILY, OTHER, family_of
+from tinker_local.backend.families.family import Family, LogitRule
+from tinker_local.backend.options import DecoderChoice
+from tinker_local.backend.stages import stage
+from tinker_local.backend.training.kernels.choose_kernels import kernels_for
+from tinker_local.backend.training.kernels.kernels import Kernels
+from tinker_local.backend.training.lora.lora import HEAD_GROUP, Target
+from tinker_local.backend.training.model.checkpoint_fit import check_files, check_finite, check_found
+from tinker_local.backend.training.model.decoder import Decoder
+from tinker_local.backend.training.model.decoders import make_decoder
+from tinker_local.backend.training.model.logit_rule import logit_rule
+from tinker_local.backend.training.model.vision_attention import use_packed_attention
+from tinker_local.backend.training.model.vision_tower import VisionTower
+from tinker_local.backend.training.parallel.large_weights import RESIDENT, LargeWeights
+from tinker_local.backend.training.parallel.shared_rows import ONE_HAS_ALL, RowRanks
+from tinker_local.backend.weight_files import folder_of
+from tinker_local.types import UnsupportedError
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """`model`: transformers' whole model. `decoder`: runs from its embeddings to its LM head. `tower`: of models that
+    read images. `weights`: where those of decoder and head are. `kernels`: the operations of both besides matmuls.
+    `logit_rule`: what follows the LM head. `max_positions`: the most of a sequence."""
+
+    model: Any
+    decoder: Decoder
+    tower: VisionTower | None
+    weights: LargeWeights
+    kernels: Kernels
+    logit_rule: LogitRule
+    family: Family
+    vocab_size: int
+    max_positions: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def tied_head(self) -> bool:
+        """Whether the LM head shares the embedding's matrix."""
+        return self.model.lm_head.weight is self.model.get_input_embeddings().weight
+
+    @property
+    def head_target(self) -> Target:
+        """The LM head as a target of adapters."""
+        return Target.of(HEAD, HEAD_GROUP, 0, self.model.lm_head, "unembed")
+
+
+def decoder_of_sizes(config: Any, dtype: str, decoder: DecoderChoice) -> tuple[Decoder, int]:
+    """The decoder that `load_model` chooses for a model of `config`, and the model's parameters. Its tensors are on
+    torch's meta device: they have shapes and no values, so that it can tell its memory before anything is loaded."""
+    family, place = family_of(config.model_type, config.name_or_path), torch.device("meta")
+    model = _without_values(config, family, dtype)
+    _fix_frequencies(model.get_submodule(family.decoder_path), config.get_text_config().max_position_embeddings)
+    kernels = kernels_for(place, DTYPES[dtype])
+    found = make_decoder(model, family, kernels, decoder, config.name_or_path)
+    return found, sum(parameter.numel() for parameter in model.parameters())
+
+
+def supported_family(config: Any, where: str) -> Family:
+    """The family of a model of `config`; UnsupportedError if the trainer does not take its architecture. Loads no
+    weights. `where`: the model's name."""
+    family = family_of(config.model_type, where)
+    if family is OTHER and config.get_text_config() is not config:
+        raise UnsupportedError(f"{where}: {NO_FAMILY.format(config.model_type)}")
+    if family is OTHER:
+        _check_layers(config, where)
+    return family
+
+
+def _check_layers(config: Any, where: str) -> None:
+    """UnsupportedError if transformers has no language model for `config`, or one that `OTHER` does not describe:
+    without its decoder, layers or LM head, or with routed experts."""
+    kind, path = config.model_type, OTHER.decoder_path
+    try:
+        model = _without_values(config, OTHER, "float32")
+    except ValueError as error:
+        first = str(error).partition("\n")[0]
+        raise UnsupportedError(
+            f"{where}: transformers makes no language model of model_type {kind!r}: {first}"
+        ) from None
+    try:
+        for needed in (f"{path}.layers", HEAD):
+            model.get_submodule(needed)
+    except AttributeError as error:
+        raise UnsupportedError(
+            f"{where}: model_type {kind!r} is not supported: in transformers the model needs its layers at "
+            f"{path}.layers and its LM head at lm_head ({error})"
+        ) from None
+    if getattr(config.get_text_config(), "max_position_embeddings", None) is None:
+        raise UnsupportedError(
+            f"{where}: model_type {kind!r} is not supported: its config has no max_position_embeddings, the longest "
+            "sequence that it takes"
+        )
+    for name, parameter in model.named_parameters():
+        if name.endswith(".gate_up_proj") and parameter.dim() == 3:
+            known = ", ".join(each for each, family in sorted(FAMILIES.items()) if family.lora.experts)
+            raise UnsupportedError(
+                f"{where}: model_type {kind!r} is not supported: {name.rpartition('.')[0]} has {len(parameter)} routed "
+                f"experts, which adapters do not train in this architecture; mixtures of experts are served with "
+                f"model_type {known}"
+            )
+
+
+def check_weights(path: str, config: Any, family: Family) -> None:
+    """UnsupportedError in a sentence if the files of the model at `path` do not have the tensors of its class, all of
+    them and no others. Reads headers alone. A model whose weights are not on this machine yet passes."""
+    if (folder := folder_of(path)) is None:
+        return
+    try:
+        model = _without_values(config, family, "float32")
+    except Exception as error:  # of any type: its fields are not checked before
+        raise UnsupportedError(f"{path}: {_not_a_model(error)}") from error
+    check_files(model, folder)
+
+
+def config_of(path: str) -> Any:
+    """transformers' config of the model at `path`; UnsupportedError in a sentence if it cannot be read.
+
+    For some models vLLM registers other config classes, which lack what transformers' models read.
+    """
+    try:
+        found = transformers.AutoConfig.from_pretrained(path)
+        own = getattr(transformers, CONFIG_MAPPING_NAMES.get(found.model_type, ""), type(found))
+        return found if type(found) is own else own.from_pretrained(path)
+    except Exception as error:  # of any type, as above
+        raise UnsupportedError(f"{path}: {_not_a_model(error)}") from error
+
+
+def _not_a_model(error: Exception) -> str:
+    first = str(error).partition("\n")[0]
+    return f"transformers makes no model of its config.json ({type(error).__name__}: {first})"
+
+
+def tower_of_sizes(config: Any, dtype: str) -> VisionTower | None:
+    """The same of the vision tower."""
+    family = family_of(config.model_type, config.name_or_path)
+    return None if family.vision is None else VisionTower(_without_values(config, family, dtype), family.vision)
+
+
+def _without_values(config: Any, family: Family, dtype: str) -> Any:
+    with torch.device("meta"):
+        auto_class = getattr(transformers, family.auto_class)
+        model = auto_class.from_config(config, dtype=DTYPES[dtype])
+    return model.eval().requires_grad_(False)
+
+
+def load_model(
+    path: str,
+    dtype: str | None,
+    device: str | None,
+    decoder: DecoderChoice = "auto",
+    max_context_length: int | None = None,
+    shards: int = 1,
+    row_ranks: RowRanks = ONE_HAS_ALL,
+) -> LoadedModel:
+    """Load the model at `path` (a folder or hub name) with the class of its family.
+
+    `device` None: CUDA if available. `dtype` None: bfloat16 on CUDA, float32 elsewhere. `max_context_length`: the most
+    positions of a sequence, if fewer than the model's own. `shards`: how many ranks hold the large weights together; if
+    more than one, all ranks load at the same time, as they do if `row_ranks` are several. Raises UnsupportedError if
+    the family or the architecture is not supported.
+    """
+    config = config_of(path)
+    family = family_of(config.model_type, path)
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedError(f"{path}: quantized weights cannot be trained; {family.quantized}")
+    text_config = config.get_text_config()
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = DTYPES[dtype or ("bfloat16" if place.type == "cuda" else "float32")]
+    with stage("weights"):
+        model, weights = _load(path, config, family, chosen, place, shards)
+    max_positions = min(max_context_length or text_config.max_position_embeddings, text_config.max_position_embeddings)
+    _fix_frequencies(model.get_submodule(family.decoder_path), max_positions)
+    if family.vision is not None and not family.vision.whole_images:
+        use_packed_attention(model.get_submodule(family.vision.tower))
+    kernels = kernels_for(place, chosen)
+    with stage("decoder compared"):
+        chosen_decoder = make_decoder(model, family, kernels, decoder, path, weights, row_ranks, max_positions)
+    return LoadedModel(
+        model=model,
+        decoder=chosen_decoder,
+        tower=None if family.vision is None else VisionTower(model, family.vision),
+        weights=weights,
+        kernels=kernels,
+        logit_rule=logit_rule(model, family, path),
+        family=family,
+        vocab_size=model.lm_head.out_features,
+        max_positions=max_positions,
+        dtype=chosen,
+        device=place,
+    )
+
+
+def _load(
+    path: str, config: Any, family: Family, dtype: torch.dtype, device: torch.device, shards: int
+) -> tuple[Any, LargeWeights]:
+    """transformers' model, frozen, and where its large weights are."""
+    if shards > 1:
+        from tinker_local.backend.training.parallel.load_sharded import load_sharded
+
+        return load_sharded(path, config, family, dtype, device, shards)
+    model, info = getattr(transformers, family.auto_class).from_pretrained(
+        path, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise UnsupportedError(
+            f"{path}: adapter_config.json belongs to an adapter, which transformers has added to the model's weights; "
+            "remove it from the model's folder"
+        )
+    check_found(model, path, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
+    model = model.to(device).eval().requires_grad_(False)
+    with stage("numbers checked"):
+        check_finite(model, path, folder_of(path))
+    return model, RESIDENT
+
+
+def _fix_frequencies(modules: Any, max_positions: int) -> None:
+    """Make the rotary frequencies of the decoder `modules` constant: those for sequences of up to `max_positions`.
+
+    transformers chooses them in each forward by its longest sequence ("longrope"), so that a sequence would depend on
+    the others in its packed row. vLLM chooses by its configured length. ("dynamic" frequencies change only beyond the
+    model's own length.)
+    """
+    rotary = getattr(modules, "rotary_emb", None)
+    kinds = getattr(rotary, "rope_type", None)
+    if rotary is None or kinds is None:
+        return
+    for layers, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+        if kind == "longrope":
+            name = "inv_freq" if layers is None else f"{layers}_inv_freq"
+            place = getattr(rotary, name).device
+            found, _ = ROPE_INIT_FUNCTIONS[kind](rotary.config, place, seq_len=max_positions, layer_type=layers)
+            rotary.register_buffer(name, found, persistent=False)
+    rotary.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
