@@ -1,70 +1,108 @@
-"""Compare the training rate of two checkouts on one GPU, in alternating runs: has a change made it slower?
+"""Compare two checkouts on one GPU, in alternating runs under the official SDK: has a change made anything slower?
 
     git worktree add ../before COMMIT
-    python benchmarks/compare.py ../before --out benchmarks/results       # an 8B model; about 7 minutes
+    python benchmarks/compare.py ../before --out benchmarks/results
     python benchmarks/compare.py ../before --tiny                         # the same code on a CPU
 
-Each run is a separate process, which loads the trainer and times the step of `text.ours` (README.md); the checkout that
-runs first changes each time. Prints every run, and the ratio of the medians, this checkout's over the other's.
+Two servers run at the same time, one of each checkout, and take turns: a step of training on sequences of 64 to 2,048
+tokens of a model with dense layers, of one with experts and of one with linear attention; and with the dense one from a
+save of weights to the first token that is sampled with them, and samples of 256 tokens with that adapter. Random
+weights in the shapes of Qwen3-8B, Qwen3-30B-A3B and Qwen3.5-9B with fewer layers, of which two servers fit on 80 GB.
+The server that goes first changes each time. Only the API is used, so that a checkout may be of any age.
 """
 
 import argparse
-import statistics
-import subprocess
+import asyncio
+import contextlib
+import dataclasses
+import os
+import shutil
 import sys
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from harness import machine, processes, report
-from harness.lines import Line
+from control_plane import served
+from engine import room_for_models
+from harness import machine, processes
+from harness.model_shapes import SHAPES
+from harness.scale import SCALES, Scale
+from on_cpu import Line, in_turns
+from stacks import MODEL, Run, commit_of, keep, side_by_side
 
-LIMIT = 180.0
-"""Seconds of a run."""
+MODELS = {"dense": ("qwen3-8b", 12), "experts": ("qwen3-30b-a3b", 6), "linear attention": ("qwen3.5-9b", 8)}
+"""The shape of each model, and how many of its layers it has."""
+SECONDS = 300
+"""Most that the weights of one may take to write."""
 
 
-def commit_of(checkout: Path) -> str:
-    """The commit of `checkout`, or its folder's name without git."""
-    found = subprocess.run(["git", "-C", checkout, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() or checkout.name
+def scale_of(name: str, tiny: bool) -> Scale:
+    """As for a model of 4 billion parameters, with the vocabulary of the shape `name`."""
+    scale = SCALES["tiny" if tiny else "4b"]
+    text = scale.text if tiny else dataclasses.replace(scale.text, vocab=SHAPES[name].settings["vocab_size"])
+    return dataclasses.replace(scale, text=text, kv_cache_bytes=min(scale.kv_cache_bytes, 4 * 2**30))
+
+
+def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[Line]:
+    checkouts = {"before": options.before.resolve(), "now": processes.BENCHMARKS.parent}
+    for what in options.only:
+        shape, layers = MODELS[what]
+        scale, model = scale_of(shape, options.tiny), folder / "model"
+        with (logs / f"model-{what}.log").open("w") as log:
+            size = "tiny" if options.tiny else "full"
+            wrote = processes.run(["measurements.cut_model", size, shape, str(layers), str(model)], SECONDS, log)
+        if wrote.fault:
+            raise RuntimeError(f"the model was not written: {wrote.fault}")
+        serve = ["--model", f"{MODEL}={model}", "--kv-cache", str(scale.kv_cache_bytes / 2**30)]
+        serve += ["--micro-batch-tokens", str(scale.micro_batch_tokens), "--max-context-length", str(2 * scale.longest)]
+        with contextlib.ExitStack() as stack:
+            makers: dict[str, Any] = {
+                name: served(
+                    folder / f"data-{name}-{what}",
+                    *serve,
+                    log=logs / f"serve-{name}-{what}.log",
+                    environment=processes.environment(checkout),
+                )
+                for name, checkout in checkouts.items()
+            }
+            runner = stack.enter_context(asyncio.Runner())
+            runs = {name: Run(runner, url, scale) for name, url in side_by_side(makers, stack).items()}
+            yield from (Line(f"training, {what}", *found) for found in training(runs, options.rounds))
+            if what == "dense":
+                sampled = scale.requests * scale.output_tokens
+                saves = {name: run.hand_over for name, run in runs.items()}
+                yield from (Line("saves to a first token in 1000 s", *f) for f in in_turns(saves, options.rounds, 1000))
+                samples = {name: run.sample for name, run in runs.items()}
+                yield from (Line("sampling, the SDK", *found) for found in in_turns(samples, options.rounds, sampled))
+        shutil.rmtree(model)
+
+
+def training(runs: dict[str, Run], rounds: int) -> Iterator[tuple[str, list[float]]]:
+    tokens = next(iter(runs.values())).trained_tokens
+    return in_turns({name: run.train for name, run in runs.items()}, rounds, tokens)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="the other checkout")
-    parser.add_argument("--runs", type=int, default=5, help="runs of each checkout")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model; fails if anything does")
+    parser.add_argument("--rounds", type=int, default=5, help="of each checkout")
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, on a CPU")
     parser.add_argument("--out", type=Path, help="folder for dated files of the result")
-    parser.add_argument("--models", type=Path, help="folder where random models are kept and found again")
     options = parser.parse_args()
     if not (options.before / "packages").is_dir():
         parser.error(f"{options.before}: not a checkout of this project")
     if not options.tiny and not machine.gpu():
         parser.error("no NVIDIA GPU here; --tiny runs the same code on a CPU")
-    scale = "tiny" if options.tiny else "full"
-    checkouts = {"before": options.before.resolve(), "now": processes.BENCHMARKS.parent}
-    lines: list[Line] = []
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="compare-") as folder, (Path(folder) / "log").open("w+") as log:
-        models = options.models.resolve() if options.models else Path(folder) / "models"
-        models.mkdir(parents=True, exist_ok=True)
-        processes.run(["measurements.models", scale, str(models), "text"], 300, log)
-        for number in range(options.runs):
-            for name in ("before", "now") if number % 2 == 0 else ("now", "before"):
-                found = processes.run(["measurements.rate", scale, str(models), name], LIMIT, log, checkouts[name])
-                lines += found.lines
-                if found.fault:
-                    log.seek(0)
-                    print(log.read()[-4000:])
-                    lines.append(Line(name, error=found.fault[:300]))
-                    processes.show(lines[-1])
-    values = {name: [line.value for line in lines if line.name == name and line.value] for name in checkouts}
-    if all(values.values()):
-        ratio = statistics.median(values["now"]) / statistics.median(values["before"])
-        note = ", ".join(f"{name} {commit_of(checkout)}" for name, checkout in checkouts.items())
-        lines.append(Line("now / before", ratio, "", note=f"of the medians of {len(values['now'])} runs; {note}"))
-    report.show("compare", lines, options.out, tiny=options.tiny, seconds=time.monotonic() - began)
-    return 1 if options.tiny and any(line.error for line in lines) else 0
+    gpu, versions, now = machine.describe()
+    head = [gpu, versions, f"now: {now}", f"before: commit {commit_of(options.before)}", ""]
+    os.environ.update(processes.environment())
+    with tempfile.TemporaryDirectory(dir=None if options.tiny else room_for_models()) as folder:
+        logs = (options.out or Path(folder)) / "compare-logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        keep("compare", measure(options, Path(folder), logs), head, options.out)
+    return 0
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -180,12 +180,18 @@ def bare(path: Path) -> list[Row]:
 
 
 @contextmanager
-def served(data_dir: Path, *arguments: str, python: str = sys.executable, log: Path | None = None) -> Iterator[str]:
+def served(
+    data_dir: Path,
+    *arguments: str,
+    python: str = sys.executable,
+    log: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[str]:
     """The URL of a `tinker-local serve` in another process, which ends with the context. `log`: gets its log."""
     command = [python, "-m", "tinker_local.backend.cli.main", "serve", *arguments, "--port", "0"]
     with nullcontext() if log is None else log.open("w") as errors:
         process = subprocess.Popen(
-            [*command, "--data-dir", str(data_dir)], stdout=subprocess.PIPE, stderr=errors, text=True
+            [*command, "--data-dir", str(data_dir)], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
         )
     assert process.stdout is not None
     try:

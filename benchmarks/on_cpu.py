@@ -189,10 +189,14 @@ def train(client: tinker.TrainingClient, steps: int = STEPS) -> float:
 
 
 def in_turns(ways: Mapping[str, Callable[[int], float]], rounds: int, tokens: int) -> Iterator[tuple[str, list[float]]]:
-    """Tokens per second of each round by way; a way gets the round's number and returns seconds."""
-    seconds = [[work(turn) for work in ways.values()] for turn in range(rounds + 1)]
-    for way, of_way in zip(ways, zip(*seconds[1:], strict=True), strict=True):  # the first is not counted
-        yield way, [tokens / each for each in of_way]
+    """Tokens per second of each round by way; a way gets the round's number and returns seconds. The first way of a
+    round is the last of the next."""
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(rounds + 1):
+        for way in ways if turn % 2 == 0 else reversed([*ways]):
+            seconds[way].append(ways[way](turn))
+    for way, of_way in seconds.items():
+        yield way, [tokens / each for each in of_way[1:]]  # the first is not counted
 
 
 def measure(options: argparse.Namespace, root: Path) -> list[Line]:

@@ -178,6 +178,31 @@ def versions(python: str) -> str:
     return found.stdout.strip() or found.stderr.strip()[-300:]
 
 
+def commit_of(checkout: Path) -> str:
+    """The commit of `checkout`, or its folder's name without git."""
+    found = subprocess.run(["git", "-C", checkout, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return found.stdout.strip() or checkout.name
+
+
+def keep(name: str, measured: Iterator[Line], head: list[str], out: Path | None) -> None:
+    """Print lines as they come and a table in the end, and write dated files into `out`; what there is also after
+    Ctrl-C."""
+    lines: list[Line] = []
+    try:
+        for line in measured:
+            print(line, flush=True)
+            lines.append(line)
+    finally:
+        text = "\n".join([*head, table(lines)])
+        print(text)
+        if out:
+            path = out / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+            path.with_suffix(".txt").write_text(text + "\n")
+            path.with_suffix(".jsonl").write_text(
+                "".join(json.dumps(dataclasses.asdict(line)) + "\n" for line in lines)
+            )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stacks", nargs=2, type=stack_of, metavar="NAME=PYTHON")
@@ -191,22 +216,10 @@ def main() -> int:
     os.environ.update(processes.environment())  # all processes inherit it
     gpu, _, commit = machine.describe()
     head = [gpu, commit, *(f"{name}: {versions(python)}" for name, python in options.stacks.items()), ""]
-    lines: list[Line] = []
     with tempfile.TemporaryDirectory(dir=None if options.tiny else room_for_models()) as folder:
         logs = (options.out or Path(folder)) / "stacks-logs"
         logs.mkdir(parents=True, exist_ok=True)
-        try:
-            for line in measure(options, Path(folder), logs):
-                print(line, flush=True)
-                lines.append(line)
-        finally:  # what there is, also after Ctrl-C
-            text = "\n".join([*head, table(lines)])
-            print(text)
-            if options.out:
-                path = options.out / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}"
-                path.with_suffix(".txt").write_text(text + "\n")
-                rows = "".join(json.dumps(dataclasses.asdict(line)) + "\n" for line in lines)
-                path.with_suffix(".jsonl").write_text(rows)
+        keep("stacks", measure(options, Path(folder), logs), head, options.out)
     return 0
 
 
