@@ -153,7 +153,7 @@ def watch(stages: Stages, backend: InProcessBackend) -> None:
         stages.watch(sampler._calls, "_send_values", "send to the process", "load")
     else:
         stages.watch(sampler._adapters, "_make", "make ready", "a thread, beside the trainer's probe")
-        stages.watch(vllm_adapters, "read_adapter", "check names and shapes", "make ready")
+        stages.watch(vllm_adapters, "host_adapter", "check names and shapes", "make ready")
         stages.watch(sampler._adapters, "_copy", "copy and convert", "make ready")
         stages.watch(vllm_adapters, "build_lora_model", "vLLM's objects, scaling", "make ready")
         stages.watch(vllm_adapters, "check_adapter_taken", "all taken, all finite", "make ready")

@@ -105,7 +105,7 @@ async def test_samples_of_others_go_on_while_a_version_is_made_ready(
     adapter = text.adapter(tmp_path / "v1", ALL, 4)
     made = []
     began, go_on = threading.Event(), threading.Event()
-    original = vars(vllm_adapters)["read_adapter"]
+    original = vars(vllm_adapters)["host_adapter"]
 
     def slow(version: AdapterVersion, max_rank: int) -> Any:
         made.append(version.name)
@@ -113,7 +113,7 @@ async def test_samples_of_others_go_on_while_a_version_is_made_ready(
         assert go_on.wait(60)
         return original(version, max_rank)
 
-    monkeypatch.setattr(vllm_adapters, "read_adapter", slow)
+    monkeypatch.setattr(vllm_adapters, "host_adapter", slow)
     prompt = text.prompt(TEXT)
     loading = [asyncio.create_task(text.score(prompt, adapter.version)) for _ in range(3)]
     assert await asyncio.to_thread(began.wait, 60)

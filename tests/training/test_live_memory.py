@@ -62,7 +62,7 @@ def test_the_plan_has_room_for_the_backward_of_a_block_of_a_vision_tower(monkeyp
     def attend(module: Any, query: Any, key: Any, value: Any, **_: Any) -> tuple[torch.Tensor, None]:
         return LikeKernels.apply(query, key, value), None
 
-    monkeypatch.setattr(f"{PACKAGE}.compat_torch.mm_into_float32", lambda a, b, out: None)
+    monkeypatch.setattr(f"{PACKAGE}.kernels.compat_torch.mm_into_float32", lambda a, b, out: None)
     vision = {"depth": 2, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "out_hidden_size": 64}
     text = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 100}
     config = transformers.Qwen3VLConfig(
@@ -96,8 +96,8 @@ def test_the_backward_of_a_checkpointed_layer_has_gate_and_up_in_memory_and_no_t
     def like_kernels(grad: Any, query: Any, key: Any, value: Any, *_: Any) -> tuple[torch.Tensor, ...]:
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
-    monkeypatch.setattr(f"{PACKAGE}.decoders.packed_attention.attend_backward", like_kernels)
-    monkeypatch.setattr(f"{PACKAGE}.compat_torch.mm_into_float32", lambda a, b, out: None)
+    monkeypatch.setattr(f"{PACKAGE}.model.decoders.packed_attention.attend_backward", like_kernels)
+    monkeypatch.setattr(f"{PACKAGE}.kernels.compat_torch.mm_into_float32", lambda a, b, out: None)
     config = transformers.Qwen3Config(
         hidden_size=HIDDEN,
         intermediate_size=WIDE,
