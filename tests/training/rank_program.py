@@ -27,7 +27,6 @@ from tinker_local.backend.training.model.decoders.written_out.attention_block im
 from tinker_local.backend.training.model.decoders.written_out.layers import WrittenOutPass
 from tinker_local.backend.training.model.decoders.written_out.mlp_block import MlpPass
 from tinker_local.backend.training.optimizers.adamw import ADAMW
-from tinker_local.backend.training.parallel.joined_ranks import JoinedRanks
 from tinker_local.backend.training.parallel.peer_memory import Handle, HostMemory
 from tinker_local.backend.training.parallel.ranks import ONE_RANK, Ranks
 from tinker_local.backend.training.run import passes, worker
@@ -462,6 +461,8 @@ def main(folder: Path, extent: str, rank: int, size: int, two_hosts: str | None)
     if two_hosts:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     meeting = two_hosts or str(folder / f"meeting-{extent}-{size}")
+    from tinker_local.backend.training.parallel.joined_ranks import JoinedRanks
+
     ranks = JoinedRanks(Seat(rank, size, meeting, host=2 * rank // size if two_hosts else 0), torch.device("cpu"))
     seen: dict[str, Any] = copies_of_two(folder, ranks) if extent == "copies" else {}
     for label in {"all": LABELS, "short": ["text"], "copies": []}[extent]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tinker_local.backend.training.parallel.joined_ranks import JoinedRanks
 from tinker_local.backend.training.parallel.ranks import ONE_RANK, Ranks
 from tinker_local.backend.training.run.packing import items_of
 from tinker_local.backend.training.run.worker import HFTrainer
@@ -177,6 +176,8 @@ def four(folder: Path, ranks: Ranks) -> dict[str, Any]:
 def main(folder: Path, extent: str, rank: int, size: int, _: None) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(1500, exit=True)  # a hang shows where, and ends
+    from tinker_local.backend.training.parallel.joined_ranks import JoinedRanks
+
     ranks = JoinedRanks(Seat(rank, size, str(folder / f"meeting-{extent}-{size}")), torch.device("cpu"))
     seen = {"two": two, "faults": faults, "four": four}[extent](folder, ranks)
     (folder / f"{extent}-{rank}-of-{size}.pickle").write_bytes(pickle.dumps(seen))
