@@ -135,7 +135,8 @@ def test_names_of_python_files_are_unique_and_so_tell_what_is_inside() -> None:
 
 
 def defined(module: str) -> set[str] | None:
-    """The names at the top of a module of ours, and the modules beside it; None if there is no such module."""
+    """All names that a module of the packages defines or imports, and of a folder its modules too; None if there is no
+    such module."""
     for source in (ROOT / "packages").glob("*/src"):
         path = source.joinpath(*module.split("."))
         file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")

@@ -47,7 +47,7 @@ class Checked:
     """`largest` and `mean`: differences of logprobs (nats) between trainer and export. `effect`: the largest
     difference that the adapter makes to the base model, without which the others say nothing. `library`: what loaded
     the export; `positions`: how many were compared, `images`: in how many images' prompts. `rounding`: how far other
-    rounding moves the trainer's logprob that it moves most."""
+    rounding moves the trainer's logprob that it moves most; 0 in bfloat16, where it is not asked for."""
 
     library: str
     dtype: str
@@ -147,6 +147,7 @@ class Reference:
 
         base = trained.base
         rank = trained.config.rank
+        self._dtype = base.dtype
         self._trainer = HFTrainer(base.path, name=base.path, dtype=base.dtype, device=device, max_rank=rank)
         self._trainer.load_adapter("trained", trained.state())
 
@@ -156,10 +157,13 @@ class Reference:
         keep = np.concatenate([_compared(prompt) for prompt in prompts])
         return found[0][keep], found[1][keep]
 
-    def rounding(self, prompts: Sequence[RenderedInput]) -> float:
-        """How far other rounding moves a logprob with the adapter, in nats, where it moves it most."""
+    def rounding(self, prompts: Sequence[RenderedInput], plain: Logprobs) -> float:
+        """How far other rounding moves one of `plain`, the logprobs with the adapter, where it moves it most, in nats;
+        0 in bfloat16."""
+        if self._dtype != "float32":
+            return 0.0
         keep = np.concatenate([_compared(prompt) for prompt in prompts])
-        plain, *others = (self._trainer.logprobs("trained", *prompts, nudge=draw)[keep] for draw in range(DRAWS + 1))
+        others = (self._trainer.logprobs("trained", *prompts, nudge=1 + draw)[keep] for draw in range(DRAWS))
         return float(max(np.abs(other - plain).max() for other in others))
 
     def close(self) -> None:
@@ -186,7 +190,7 @@ def check_by_transformers(folder: Path, trained: Trained, to: str, device: str) 
     probe = make_probe(trained.base)
     reference = Reference(trained, device)
     ours, without = reference.logprobs(probe.prompts)
-    rounding = reference.rounding(probe.prompts)
+    rounding = reference.rounding(probe.prompts, ours)
     reference.close()
     theirs = _loaded_logprobs(folder, trained, to, device, probe)
     return _compare(
@@ -254,7 +258,7 @@ def check_by_vllm(folder: Path, trained: Trained, device: str) -> Checked:
     ]
     reference = Reference(trained, device)
     found = [reference.logprobs([prompt]) for prompt in extended]
-    rounding = reference.rounding(extended)
+    rounding = max(reference.rounding([prompt], pair[0]) for prompt, pair in zip(extended, found, strict=True))
     reference.close()
     counts = [len(answer["tokens"]) for answer in answers]
     ours, without = (
