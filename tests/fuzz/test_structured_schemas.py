@@ -3,6 +3,11 @@
 import json
 import random
 import secrets
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +21,26 @@ from tests.conftest import TEXT
 from tests.fuzz.random_schemas import Schemas, Walker
 
 
+@contextmanager
+def deep_stack() -> Iterator[ThreadPoolExecutor]:
+    """A thread for texts that are nested so deep that `jsonschema` needs more than Python's 1,000 frames."""
+    limit, size = sys.getrecursionlimit(), threading.stack_size(1 << 29)
+    sys.setrecursionlimit(100_000)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            yield thread
+    finally:
+        sys.setrecursionlimit(limit)
+        threading.stack_size(size)
+
+
 def faults(folder: Path, seed: int, count: int) -> tuple[int, int]:
     """How many of `count` schemas were followed, and how many texts of them were right."""
+    with deep_stack() as thread:
+        return thread.submit(_faults, folder, seed, count).result()
+
+
+def _faults(folder: Path, seed: int, count: int) -> tuple[int, int]:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     vocabulary = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
     compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
@@ -53,3 +76,10 @@ def test_what_many_random_schemas_allow_is_json_of_them(tiny_models: dict[str, P
     seed = secrets.randbelow(2**32)
     print(f"faults(folder, seed={seed}, count=4000)")
     assert faults(tiny_models[TEXT], seed, 4000)[1] > 4000
+
+
+def test_a_text_that_is_nested_deep_is_judged_too() -> None:
+    text = "[" * 1200 + "]" * 1200
+    judge = jsonschema.Draft202012Validator({"items": {"anyOf": [{"allOf": [{"$ref": "#"}]}]}, "type": "array"})
+    with deep_stack() as thread:
+        thread.submit(lambda: judge.validate(json.loads(text))).result()

@@ -7,6 +7,7 @@ Each rank makes the same calls, and writes what it saw into `FOLDER/EXTENT-RANK-
 import faulthandler
 import os
 import pickle
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -454,10 +455,16 @@ def alone(folder: Path) -> None:
     sys.exit("tinker_local.backend.training.parallel.joined_ranks" in sys.modules)
 
 
+def begin(trace: Path) -> None:
+    """What each rank does first. SIGUSR1 makes it write into `trace` where it is."""
+    torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, trace.open("w"))
+    faulthandler.dump_traceback_later(1500, exit=True)  # one that nothing waits for any more ends
+
+
 def main(folder: Path, extent: str, rank: int, size: int, two_hosts: str | None) -> None:
     """`two_hosts`: where ranks meet of which the first half is on one host, and the others on another."""
-    torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(1500, exit=True)  # a hang shows where, and ends
+    begin(folder / f"{extent}-{rank}.trace")
     if two_hosts:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     meeting = two_hosts or str(folder / f"meeting-{extent}-{size}")

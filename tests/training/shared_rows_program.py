@@ -2,7 +2,6 @@
 ranks, "faults" for two of which one fails, and "four" for four ranks in several layouts.
 """
 
-import faulthandler
 import os
 import pickle
 from collections.abc import Callable
@@ -174,8 +173,7 @@ def four(folder: Path, ranks: Ranks) -> dict[str, Any]:
 
 
 def main(folder: Path, extent: str, rank: int, size: int, _: None) -> None:
-    torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(1500, exit=True)  # a hang shows where, and ends
+    rank_program.begin(folder / f"{extent}-{rank}.trace")
     from tinker_local.backend.training.parallel.joined_ranks import JoinedRanks
 
     ranks = JoinedRanks(Seat(rank, size, str(folder / f"meeting-{extent}-{size}")), torch.device("cpu"))

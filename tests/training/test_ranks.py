@@ -9,12 +9,14 @@ import multiprocessing
 import os
 import pickle
 import re
+import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -67,6 +69,19 @@ def fork_server() -> Any:
     return context
 
 
+def where(processes: Sequence[Any], folder: Path, extent: str) -> dict[int, str]:
+    """How each rank ended, or the innermost frames of what it does."""
+    running = {rank: process for rank, process in enumerate(processes) if process.exitcode is None}
+    for process in running.values():
+        os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(2)
+    found = {rank: f"exit code {process.exitcode}" for rank, process in enumerate(processes)}
+    for rank in running:
+        _, _, frames = (folder / f"{extent}-{rank}.trace").read_text().rpartition("most recent call first")
+        found[rank] = " < ".join(f"{name}:{line}" for name, line in re.findall(r'/([\w.]+)", line (\d+)', frames)[:8])
+    return found
+
+
 def spawned(folder: Path, size: int, extent: str = "all", program: str = "rank_program") -> list[dict[str, Any]]:
     """What each of `size` ranks saw."""
     meeting = None
@@ -80,9 +95,13 @@ def spawned(folder: Path, size: int, extent: str = "all", program: str = "rank_p
     try:
         for process in started:
             process.start()
-        for process in started:
-            process.join(1600)
-        assert [process.exitcode for process in started] == [0] * size
+        running = {process.sentinel: process for process in started}
+        failed = False
+        while running and not failed:  # a rank that dies leaves the others waiting for it
+            ended = [running.pop(each) for each in connection.wait(running, 600)]
+            failed = not ended or any(process.exitcode for process in ended)
+        if failed:
+            pytest.fail(f"{program} of {size} ranks: {where(started, folder, extent)}")
     finally:
         for process in started:
             process.kill()
