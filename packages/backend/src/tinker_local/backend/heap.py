@@ -7,6 +7,8 @@ import gc
 import os
 import re
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +17,12 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+
+IDLE_SECONDS = 30.0
+"""A process that computes again sooner than this keeps its memory."""
+
+_AT_REST = 0.1
+"""Processors that a process takes which computes nothing, and processor seconds in which it fills no memory."""
 
 _new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _new_bytearray.restype, _new_bytearray.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
@@ -59,12 +67,25 @@ def keep_freed_memory() -> None:
     """Where no GPU computes, let this process keep what it frees for what it takes next; before it starts a thread.
 
     glibc maps each large buffer anew, and a thread's arena has no blocks above 64 MiB, so the kernel clears 1.2 million
-    pages in a training step of a small model: a sixth of its time. Does nothing without glibc.
+    pages in a training step of a small model: a sixth of its time. What is kept goes back to the machine whenever this
+    process rests for `IDLE_SECONDS`. Does nothing without glibc.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None and not memory_of_gpus():
         for option, value in ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1)):
             set_option(option, value)
+        threading.Thread(target=_give_back_at_rest, daemon=True, name="memory").start()
+
+
+def _give_back_at_rest() -> None:
+    given = 0.0  # after so many processor seconds of this process
+    while True:
+        before = time.process_time()
+        time.sleep(IDLE_SECONDS)
+        now = time.process_time()
+        if now - before < _AT_REST * IDLE_SECONDS and now - given > _AT_REST:
+            give_memory_back()
+            given = time.process_time()
 
 
 def freeze_heap() -> None:
