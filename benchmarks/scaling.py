@@ -134,9 +134,6 @@ class Run:
             self._add(Line(f"{data}.{layout}", error=fault))
             return None
         ranks = [json.loads((folder / f"{layout}-{rank}.json").read_text()) for rank in range(size)]
-        if lacked := ranks[0]["lacked"]:
-            self._add(Line(f"{data}.{layout}", skipped=lacked))
-            return None
         return {"ranks": ranks, "gradient": folder / f"{layout}.gradient"}
 
     def _ranks(self, file: Path, size: int) -> str:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.run.worker import HFTrainer
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -77,7 +78,9 @@ class Exact:
         self._trainer = trainer
         with InFloat64():
             self._exact = HFTrainer(
-                trainer._loaded.model.name_or_path, name="exact", dtype="float64", device="cpu", image_cache_bytes=0
+                TrainerConfig(
+                    trainer._loaded.model.name_or_path, name="exact", dtype="float64", device="cpu", image_cache_bytes=0
+                )
             )
 
     def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> tuple[npt.NDArray[Any], float]:

@@ -368,13 +368,13 @@ def test_a_start_on_two_gpus_says_its_layout_and_starts_it(
     assert (sampler_place, trainer_place) == ("process", "process")
     assert isinstance(sampler, Replicas)
     assert len(sampler.factories) == 2
-    assert (trainer.func.__name__, trainer.keywords["shards"]) == ("trainer_of_rank", 1)
+    assert (trainer.func.__name__, trainer.args[0].shards) == ("trainer_of_rank", 1)
     (line,) = said
     assert line == (
         "tiny trains on GPUs 0-1 (a copy of the weights on each) and samples on GPUs 0-1 (a replica on each); "
         "--train-gpus, --sample-gpus, --shard and --sample-tp choose another layout"
     )
-    assert started(shard=2)[-1].keywords["shards"] == 2
+    assert started(shard=2)[-1].args[0].shards == 2
     options, sampler_place, sampler, trainer_place, trainer = started(trainer="inline", sampler="inline")
     assert (options.train_gpus, options.sample_gpus, trainer_place, sampler_place) == ((), (), "inline", "inline")
     del free[1]

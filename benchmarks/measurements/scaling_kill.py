@@ -52,9 +52,12 @@ def main(scale: Scale, model: str, ranks: int, tokens: int) -> None:
     from tinker_local.backend.models.placement import environment_of
     from tinker_local.backend.training.process_trainer import ProcessTrainer
     from tinker_local.backend.training.run.worker import trainer_of_rank
+    from tinker_local.backend.training.trainer_config import TrainerConfig
     from tinker_local.types import LoraConfig
 
-    make = functools.partial(trainer_of_rank, model, name="bench", micro_batch_tokens=scale.micro_batch_tokens)
+    make = functools.partial(
+        trainer_of_rank, TrainerConfig(model, name="bench", micro_batch_tokens=scale.micro_batch_tokens)
+    )
     trainer = ProcessTrainer(make, ranks=ranks, environments=[environment_of([rank]) for rank in range(ranks)])
     length = min(scale.longest, tokens)
     works = [work("one", [text_datum(each) for each in workloads.sequences(scale, [length] * (tokens // length))])]

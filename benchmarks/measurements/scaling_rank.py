@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 from harness import timing, workloads
-from harness.lines import Unavailable
 from harness.scale import SCALES, Scale
 
 from measurements.images import examples, with_new_image
@@ -64,7 +63,6 @@ class Seen:
     reordered: tuple[float, float] | None = None
     repeated: tuple[float, float] | None = None
     load_seconds: float = 0.0
-    lacked: str = ""
 
 
 def data_of(scale: Scale, job: Job) -> list[Any]:
@@ -104,14 +102,14 @@ def rank_trainer(scale: Scale, job: Job, rank: int, size: int) -> Any:
         torch.set_num_threads(1)
     seat = Seat(rank, size, str(Path(job.folder) / f"meeting-{job.layout}"))
     ranks = ONE_RANK if size == 1 else JoinedRanks(seat, device)
-    options: dict[str, Any] = {"ranks": ranks, "device": device.type}
+    options: dict[str, Any] = {"device": device.type}
     if job.layout == "sharded":
         options["shards"] = size
     if job.layout == "context":
         options["context_parallel"] = size
     if job.micro_batch_tokens is not None:
         options["micro_batch_tokens"] = job.micro_batch_tokens
-    return make_trainer(scale, Path(job.model), **options)
+    return make_trainer(scale, Path(job.model), ranks, **options)
 
 
 class Waits:
@@ -187,11 +185,7 @@ def measure(scale: Scale, job: Job, rank: int, size: int) -> Seen:
     seen = Seen(sum(datum.input.length for datum in data), len(data))
     cuda = torch.cuda.is_available()
     start = time.perf_counter()
-    try:
-        trainer = rank_trainer(scale, job, rank, size)
-    except Unavailable as lacked:
-        seen.lacked = str(lacked)
-        return seen
+    trainer = rank_trainer(scale, job, rank, size)
     gathers, others = watched(job.layout)
     seen.load_seconds = time.perf_counter() - start
     seen.weights = torch.cuda.memory_allocated() if cuda else process_bytes()

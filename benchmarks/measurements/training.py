@@ -3,14 +3,13 @@
 import functools
 import gc
 import importlib.util
-import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from harness import timing, workloads
-from harness.lines import Line, Unavailable, failed
+from harness.lines import Line, failed
 from harness.scale import Scale
 
 PEAK_FLOPS = 790e12
@@ -47,15 +46,13 @@ AUTOGRAD = {"decoder": "autograd"}
 """Options of a trainer with the autograd decoder."""
 
 
-def make_trainer(scale: Scale, folder: Path, **options: Any) -> Any:
-    """Our trainer of the model in `folder`, on the device, in the baselines' types. Raises `Unavailable` for an option
-    that this checkout does not have yet."""
+def make_trainer(scale: Scale, folder: Path, *ranks: Any, **options: Any) -> Any:
+    """Our trainer of the model in `folder`, on the device, in the baselines' types."""
     from tinker_local.backend.training.run.worker import HFTrainer
+    from tinker_local.backend.training.trainer_config import TrainerConfig
 
-    for name in options:
-        if name not in inspect.signature(HFTrainer).parameters:
-            raise Unavailable(f"HFTrainer has no argument {name!r} in this checkout")
-    return HFTrainer(str(folder), name="bench", **{"micro_batch_tokens": scale.micro_batch_tokens, **options})
+    options = {"micro_batch_tokens": scale.micro_batch_tokens, **options}
+    return HFTrainer(TrainerConfig(str(folder), name="bench", **options), *ranks)
 
 
 def parameters_of(folder: Path) -> int:

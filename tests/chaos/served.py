@@ -86,6 +86,7 @@ def served_tiny(folder: Path) -> Served:
     from tinker_local.backend.models.load_engines import load_renderer
     from tinker_local.backend.tiny_models import make_tiny_vl_model
     from tinker_local.backend.training.run.worker import HFTrainer
+    from tinker_local.backend.training.trainer_config import TrainerConfig
 
     torch.set_num_threads(1)
     make_tiny_vl_model(folder)
@@ -100,12 +101,14 @@ def served_tiny(folder: Path) -> Served:
         pause=(1.0, 6.0),
         make_trainer=partial(
             HFTrainer,
-            str(folder),
-            name=name,
-            dtype="float32",
-            max_context_length=context,
-            micro_batch_tokens=1024,
-            max_rank=rank,
+            TrainerConfig(
+                str(folder),
+                name=name,
+                dtype="float32",
+                max_context_length=context,
+                micro_batch_tokens=1024,
+                max_rank=rank,
+            ),
         ),
         render=load_renderer(str(folder), dtype="float32").render,
         adam=adam(0.003, 100.0),

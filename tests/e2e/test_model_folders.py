@@ -23,6 +23,7 @@ from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_
 from tinker_local.backend.training.model.checkpoint_fit import check_finite
 from tinker_local.backend.training.model.load_model import check_weights, config_of, supported_family
 from tinker_local.backend.training.run.worker import HFTrainer
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.types import ApiError, UnsupportedError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -241,7 +242,7 @@ def test_a_number_that_is_none_is_named_with_its_place_when_weights_are_loaded(
     folder = Path(shutil.copytree(whole, tmp_path / "model"))
     change(folder)
     with pytest.raises(UnsupportedError) as refused:
-        HFTrainer(str(folder), name="m")
+        HFTrainer(TrainerConfig(str(folder), name="m"))
     assert words in str(refused.value)
 
 

@@ -13,6 +13,7 @@ import torch
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainResult, TrainWork
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams
 
 from tests.conftest import TEXT, Server, start_server
@@ -62,7 +63,7 @@ def healthy(server: Server) -> bool:
 
 
 def of_one_rank(folder: Path, steps: int) -> list[float]:
-    trainer = HFTrainer(str(folder), name="one", device="cpu", max_rank=8)
+    trainer = HFTrainer(TrainerConfig(str(folder), name="one", device="cpu", max_rank=8))
     trainer.create_adapter("a", LORA)
     data = [
         TrainDatum(

@@ -19,6 +19,7 @@ from tinker_local.backend.rendering.rendered_input import ImagePlacement, Render
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.types import AdamParams, LoraConfig
 
 from tests.float64 import Exact, assert_near
@@ -102,7 +103,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tuned]:
             model = make_tiny_vl_model(root / "model", family=family, tie_word_embeddings=tied)  # type: ignore[arg-type]
         else:
             model = make_tiny_text_model(root / "model", family=family, tie_word_embeddings=tied)  # type: ignore[arg-type]
-        trainer = HFTrainer(str(model), name="tiny/served", dtype="float32", device="cpu")
+        trainer = HFTrainer(TrainerConfig(str(model), name="tiny/served", dtype="float32", device="cpu"))
         trainer.create_adapter("a", LoraConfig(rank=4, seed=1, train_unembed=head, train_vision=vision))
         prompt = rendered(model, asked(model))
         targets = np.append(prompt.token_ids[1:], 0).astype(np.int64)

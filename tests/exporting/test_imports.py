@@ -19,6 +19,7 @@ from tinker_local.backend.exporting import export_checkpoint
 from tinker_local.backend.families import family_of
 from tinker_local.backend.tiny_models import make_tiny_text_model
 from tinker_local.backend.training.run.worker import HFTrainer
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.types import InvalidRequestError
 
 from tests.exporting.conftest import Tuned, asked, hf_logprobs, load, rendered
@@ -34,7 +35,7 @@ def imported(folder: Path, model: Path) -> Iterator[tuple[HFTrainer, AdapterStat
     """A trainer of `model` that has the adapter in `folder` as `a`, its state, and the notes."""
     family = family_of(transformers.AutoConfig.from_pretrained(model).model_type, "")
     adapter = read_peft_adapter(folder, family)
-    trainer = HFTrainer(str(model), name="tiny/served", dtype="float32", device="cpu")
+    trainer = HFTrainer(TrainerConfig(str(model), name="tiny/served", dtype="float32", device="cpu"))
     trainer.create_adapter("a", adapter.config(family))
     state, notes = adapter.state(trainer.capture("a", optimizer=False), family)
     trainer.load_adapter("a", state)

@@ -34,6 +34,7 @@ from tinker_local.backend.training.model.load_model import decoder_of_sizes
 from tinker_local.backend.training.run.recompute_policy import Keep
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
@@ -147,7 +148,7 @@ def pad_of(trainer: HFTrainer) -> int | None:
 
 def new_trainer(folder: Path, **options: Any) -> HFTrainer:
     """On the CPU, with `ADAPTERS` whose B is not 0."""
-    trainer = HFTrainer(str(folder), name="tiny", device="cpu", **options)
+    trainer = HFTrainer(TrainerConfig(str(folder), name="tiny", device="cpu", **options))
     for name, config in ADAPTERS.items():
         trainer.create_adapter(name, config)
         trainer.load_adapter(name, filled(trainer.capture(name, optimizer=False), ""))
@@ -328,7 +329,9 @@ def test_a_seed_gives_the_same_weights_under_both_decoders(family: str, tmp_path
     make_tiny_text_model(tmp_path / "model", family=family)
     seen = []
     for decoder in DECODERS:
-        trainer = HFTrainer(str(tmp_path / "model"), name="tiny", dtype="float32", device="cpu", decoder=decoder)
+        trainer = HFTrainer(
+            TrainerConfig(str(tmp_path / "model"), name="tiny", dtype="float32", device="cpu", decoder=decoder)
+        )
         trainer.create_adapter("a", LoraConfig(rank=4, seed=1))
         seen.append(trainer.capture("a", optimizer=False).tensors)
     assert seen[0].keys() == seen[1].keys()
@@ -365,7 +368,9 @@ def test_no_layer_with_experts_waits_for_the_device(
 ) -> None:
     """With torch's grouped products, as on a GPU."""
     monkeypatch.setattr(compat_torch, "grouped_mm_works", lambda x: True)
-    trainer = HFTrainer(str(folder(family)), name="tiny", dtype="bfloat16", device="cpu", decoder="written-out")
+    trainer = HFTrainer(
+        TrainerConfig(str(folder(family)), name="tiny", dtype="bfloat16", device="cpu", decoder="written-out")
+    )
     waits, ran = Waits(), []
 
     def counted(do: Any) -> Any:
@@ -389,7 +394,9 @@ def test_no_layer_with_experts_waits_for_the_device(
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_bfloat16_model_with_experts_trains(family: str, decoder: Any, folder: Folder) -> None:
     """Where gradients are float32 and activations are not."""
-    trainer = HFTrainer(str(folder(family)), name="tiny", dtype="bfloat16", device="cpu", decoder=decoder)
+    trainer = HFTrainer(
+        TrainerConfig(str(folder(family)), name="tiny", dtype="bfloat16", device="cpu", decoder=decoder)
+    )
     trainer.create_adapter("a", ADAPTERS["everything"])
     losses = []
     for _ in range(4):

@@ -16,6 +16,7 @@ from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.tiny_models import make_experts_alike, make_tiny_text_model, make_tiny_vl_model
 from tinker_local.backend.training.run.worker import HFTrainer
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
@@ -45,7 +46,7 @@ def test_each_target_alone_changes_both_engines_alike(family: Any, train_vision:
     folder = make(tmp_path / "model", family=family, tie_word_embeddings=family == "gemma2")  # vLLM has tied ones alone
     if family == "qwen3_5_moe":
         make_experts_alike(folder)
-    trainer = HFTrainer(str(folder), name="tiny", dtype="bfloat16")
+    trainer = HFTrainer(TrainerConfig(str(folder), name="tiny", dtype="bfloat16"))
     trainer.create_adapter("everything", LoraConfig(rank=4, seed=1, train_vision=train_vision))
     full = trainer.capture("everything", optimizer=False)
     module = re.compile(r"(visual\..+)\.lora_B\." if train_vision else r"(\w+)\.lora_B\.")

@@ -20,6 +20,7 @@ from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.tiny_models import make_tiny_text_model
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 from tinker_local.backend.vllm_engine.patches import apply_to_process
@@ -79,7 +80,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Trained]:
     found = {}
     for family in FAMILIES:
         folder = make_tiny_text_model(tmp_path_factory.mktemp(family) / "model", family=family)
-        trainer = HFTrainer(str(folder), name="tiny")
+        trainer = HFTrainer(TrainerConfig(str(folder), name="tiny"))
         for name, config in ADAPTERS.items():
             trainer.create_adapter(name, config)
         for _ in range(3):

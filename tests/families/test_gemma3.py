@@ -27,6 +27,7 @@ from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.tiny_models import make_tiny_vl_model
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
@@ -74,7 +75,7 @@ def images(renderer: ModelRenderer) -> Sequence[RenderedImage]:
 
 @pytest.fixture(scope="module")
 def trainer(folder: Path) -> HFTrainer:
-    return HFTrainer(str(folder), name="tiny", device="cpu")
+    return HFTrainer(TrainerConfig(str(folder), name="tiny", device="cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_packed_runs_agree_with_transformers_on_each_sequence_alone(
     """Logprobs and all gradients of several adapters in the same rows, with up to three images in a datum, first and
     last in it, the same image twice, and none; data of equal length share calls. `scores`: in memory at once."""
     with InFloat64():
-        trainer = HFTrainer(str(folder), name="tiny", device="cpu", dtype="float64")
+        trainer = HFTrainer(TrainerConfig(str(folder), name="tiny", device="cpu", dtype="float64"))
     monkeypatch.setattr("tinker_local.backend.training.model.attention.SCORES", scores)
     a, b, c = images
     inputs = {

@@ -15,6 +15,7 @@ from tinker_local.backend.models.model_folder import look_at
 from tinker_local.backend.options import ModelSource
 from tinker_local.backend.tiny_models import TextShape, make_tiny_text_model
 from tinker_local.backend.training.run.worker import HFTrainer
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.vllm_engine.vllm_experts import interleaving
 from tinker_local.types import UnsupportedError
 
@@ -71,7 +72,7 @@ def test_mxfp4_is_refused_and_what_the_documentation_makes_of_it_is_trained(
     (problem,) = look_at(ModelSource("tiny", str(folder))).problems
     assert "docs/supported.md" in problem
     with pytest.raises(UnsupportedError, match=r"docs/supported\.md"):
-        HFTrainer(str(folder), name="tiny", device="cpu")
+        HFTrainer(TrainerConfig(str(folder), name="tiny", device="cpu"))
 
     page = (ROOT / "docs/supported.md").read_text()
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "Mxfp4Config" in block)
@@ -79,7 +80,7 @@ def test_mxfp4_is_refused_and_what_the_documentation_makes_of_it_is_trained(
     exec(code.replace(PUBLISHED, str(folder)), {})
     written = tmp_path / "gpt-oss-20b-bf16"
     assert look_at(ModelSource("tiny", str(written))).problems == []
-    trainer: Any = HFTrainer(str(written), name="tiny", dtype="float32", device="cpu")
+    trainer: Any = HFTrainer(TrainerConfig(str(written), name="tiny", dtype="float32", device="cpu"))
     held = dict(trainer._loaded.model.named_parameters())
     for name, expected in numbers.items():
         np.testing.assert_array_equal(held[name].numpy(), expected.transpose(0, 2, 1), err_msg=name)

@@ -24,6 +24,7 @@ from tinker_local.backend.tiny_models.marks import QWEN, VOCAB_SIZE
 from tinker_local.backend.tiny_models.tokenizer import write_tokenizer
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.types import AdamParams, LoraConfig, UnsupportedError
 
 from tests.float64 import Exact
@@ -107,7 +108,7 @@ async def started(folder: Path, data_dir: Path) -> list[str]:
 @pytest.mark.parametrize("model_type", ["phi3", "granite"])
 def test_its_checkpoint_gives_the_trainers_logprobs_in_peft(model_type: str, tmp_path: Path) -> None:
     folder = tiny(model_type, tmp_path / "model")
-    trainer = HFTrainer(str(folder), name="tiny", decoder="autograd")
+    trainer = HFTrainer(TrainerConfig(str(folder), name="tiny", decoder="autograd"))
     for name, config in {
         "all": LoraConfig(rank=4, seed=1),
         "mlp": LoraConfig(rank=2, seed=2, train_attn=False),
@@ -147,7 +148,7 @@ def test_a_model_without_a_family_starts_and_says_what_adapters_reach(model_type
 
 def test_an_adapter_that_is_compared_shows_in_16_bits_if_one_kind_of_module_is_left_out(tmp_path: Path) -> None:
     """By more than 0.1 nats: three times what rounding moves logprobs by."""
-    trainer = HFTrainer(str(tiny("phi3", tmp_path / "model")), name="tiny", decoder="autograd")
+    trainer = HFTrainer(TrainerConfig(str(tiny("phi3", tmp_path / "model")), name="tiny", decoder="autograd"))
     trainer.create_adapter("a", LoraConfig(rank=1, seed=0))
     state = with_random_b(trainer.capture("a", optimizer=False))
     prompts = [datum.input for datum in data(1)]

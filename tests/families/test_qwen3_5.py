@@ -22,6 +22,7 @@ from tinker_local.backend.tiny_models.text_families import QWEN3_5_SHAPE
 from tinker_local.backend.training.run.recompute_policy import Keep
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
@@ -62,7 +63,7 @@ def trainers(folder: Path) -> Mapping[str, HFTrainer]:
     """By decoder, in float64; with two adapters of different ranks, whose B are not zero."""
     options: dict[str, Any] = {"name": "tiny", "device": "cpu", "dtype": "float64"}
     with InFloat64():
-        found = {name: HFTrainer(str(folder), decoder=name, **options) for name in DECODERS}
+        found = {name: HFTrainer(TrainerConfig(str(folder), decoder=name, **options)) for name in DECODERS}
     for trainer in found.values():
         for seed, (name, rank) in enumerate({"a": 4, "b": 7}.items()):
             trainer.load_adapter(name, noisy(trainer, LoraConfig(rank=rank, seed=seed), seed))
@@ -72,7 +73,7 @@ def trainers(folder: Path) -> Mapping[str, HFTrainer]:
 @pytest.fixture(scope="module")
 def trainer(folder: Path) -> HFTrainer:
     """In float32, as the sampler."""
-    return HFTrainer(str(folder), name="tiny", device="cpu")
+    return HFTrainer(TrainerConfig(str(folder), name="tiny", device="cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from tinker_local.backend.tiny_models.shapes import TextShape
 from tinker_local.backend.tiny_models.text_families import QWEN3_5_SHAPE
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainResult, TrainWork
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 from tinker_local.backend.vllm_engine.vllm_images import VLLMImages
@@ -62,7 +63,9 @@ def trainers(folders: Callable[[Family], Path]) -> Trainers:
     @cache
     def load(family: Family, decoder: Any = "auto", dtype: str = "float32") -> HFTrainer:
         with InFloat64() if dtype == "float64" else nullcontext():
-            return HFTrainer(str(folders(family)), name="tiny", device="cpu", decoder=decoder, dtype=dtype)
+            return HFTrainer(
+                TrainerConfig(str(folders(family)), name="tiny", device="cpu", decoder=decoder, dtype=dtype)
+            )
 
     return load
 
@@ -206,7 +209,7 @@ def test_patches_are_multiplied_and_not_convolved(
 
 
 def test_a_text_model_has_no_tower_to_train(tmp_path: Path) -> None:
-    trainer = HFTrainer(str(make_tiny_text_model(tmp_path / "m")), name="tiny/text", device="cpu")
+    trainer = HFTrainer(TrainerConfig(str(make_tiny_text_model(tmp_path / "m")), name="tiny/text", device="cpu"))
     with pytest.raises(InvalidRequestError, match="tiny/text reads text only"):
         trainer.create_adapter("a", TOWER)
 

@@ -60,11 +60,12 @@ def test_an_adapter_that_an_earlier_commit_exported_comes_back_bit_for_bit(tmp_p
     import transformers
     from tinker_local.backend.tiny_models import make_tiny_text_model
     from tinker_local.backend.training.run.worker import HFTrainer
+    from tinker_local.backend.training.trainer_config import TrainerConfig
 
     unpacked(commit, tmp_path)
     model = make_tiny_text_model(tmp_path / "model", family="qwen3")
     family = family_of(transformers.AutoConfig.from_pretrained(model).model_type, "")
-    trainer = HFTrainer(str(model), name="tiny", dtype="float32", device="cpu")
+    trainer = HFTrainer(TrainerConfig(str(model), name="tiny", dtype="float32", device="cpu"))
     adapter = read_peft_adapter(tmp_path / "export", family)
     trainer.create_adapter("a", adapter.config(family))
     state, notes = adapter.state(trainer.capture("a", optimizer=False), family)

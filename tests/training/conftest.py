@@ -18,6 +18,7 @@ from tinker_local.backend.tiny_models.shapes import TextShape
 from tinker_local.backend.training.losses import LOSSES, loss_of
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.types import LoraConfig
 
 VOCAB = 120
@@ -133,7 +134,9 @@ def trainer(model_path: Callable[[str], Path]) -> Callable[..., HFTrainer]:
     """`trainer(name, **options)` in float32 on the CPU."""
 
     def make(name: str = "qwen3", **options: Any) -> HFTrainer:
-        return HFTrainer(str(model_path(name)), name=name, **{"dtype": "float32", "device": "cpu", **options})
+        return HFTrainer(
+            TrainerConfig(str(model_path(name)), name=name, **{"dtype": "float32", "device": "cpu", **options})
+        )
 
     return make
 

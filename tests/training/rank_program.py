@@ -36,6 +36,7 @@ from tinker_local.backend.training.run.passes import Passes
 from tinker_local.backend.training.run.tally import Tally
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import Seat, TrainDatum, TrainResult, TrainWork
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.types import AdamParams, ApiError, LoraConfig
 
 from tests.training.conftest import Maker
@@ -368,15 +369,17 @@ def make_trainer(
     if context_parallel is not None:
         model = f"{model}_kv4"
     return HFTrainer(
-        str(folder / model),
-        name=model,
-        dtype=dtype,
-        device="cpu",
-        decoder="autograd" if decoder == "autograd" else "written-out",
-        micro_batch_tokens=64,
-        ranks=ranks,
-        shards=(shards or ranks.size) if label in SHARDED else 1,
-        context_parallel=context_parallel or 1,
+        TrainerConfig(
+            str(folder / model),
+            name=model,
+            dtype=dtype,
+            device="cpu",
+            decoder="autograd" if decoder == "autograd" else "written-out",
+            micro_batch_tokens=64,
+            shards=shards or ranks.size if label in SHARDED else 1,
+            context_parallel=context_parallel or 1,
+        ),
+        ranks,
     )
 
 
@@ -396,13 +399,15 @@ def deep(folder: Path, decoder: Any, ranks: Ranks, shards: int, context_parallel
     """A sharded trainer of ten layers."""
     gathering(decoder, ranks)
     return HFTrainer(
-        str(folder / "qwen3_deep"),
-        name="d",
-        device="cpu",
-        decoder=decoder,
-        ranks=ranks,
-        shards=shards,
-        context_parallel=context_parallel,
+        TrainerConfig(
+            str(folder / "qwen3_deep"),
+            name="d",
+            device="cpu",
+            decoder=decoder,
+            shards=shards,
+            context_parallel=context_parallel,
+        ),
+        ranks,
     )
 
 
@@ -412,7 +417,9 @@ def probed(folder: Path, ranks: Ranks = ONE_RANK, *, shards: int = 1) -> dict[st
     for model, decoder in OTHER_FAMILIES.items():
         chosen: Any = decoder
         gathering(model, ranks)
-        trainer = HFTrainer(str(folder / model), name=model, device="cpu", decoder=chosen, ranks=ranks, shards=shards)
+        trainer = HFTrainer(
+            TrainerConfig(str(folder / model), name=model, device="cpu", decoder=chosen, shards=shards), ranks
+        )
         found[model] = trainer.logprobs(None, Maker(np.random.default_rng(6)).input(23))
     return found
 

@@ -15,6 +15,7 @@ from tinker_local.backend.training.parallel.ranks import ONE_RANK, Ranks
 from tinker_local.backend.training.run.packing import items_of
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import Seat, TrainWork
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.types import ApiError, LoraConfig
 
 from tests.training import rank_program
@@ -100,13 +101,15 @@ def of_family(folder: Path, family: str, ranks: Ranks = ONE_RANK, context_parall
     if not path.exists():
         path = folder / family
     trainer = HFTrainer(
-        str(path),
-        name=family,
-        dtype="float32" if family in IN_FLOAT32 else "float64",
-        device="cpu",
-        decoder=decoder,
-        ranks=ranks,
-        context_parallel=context_parallel,
+        TrainerConfig(
+            str(path),
+            name=family,
+            dtype="float32" if family in IN_FLOAT32 else "float64",
+            device="cpu",
+            decoder=decoder,
+            context_parallel=context_parallel,
+        ),
+        ranks,
     )
     trainer.create_adapter("a", LoraConfig(rank=4, seed=1))
     adapter = trainer._adapters["a"]
@@ -138,7 +141,7 @@ def two(folder: Path, ranks: Ranks) -> dict[str, Any]:
     seen["tower"] = of_tower(folder, ranks, 2)
     seen["whole data"] = of_whole_data(folder, ranks, 2)
     seen["one KV head"] = refusal(
-        lambda: HFTrainer(str(folder / "gpt_oss"), name="g", device="cpu", ranks=ranks, context_parallel=2)
+        lambda: HFTrainer(TrainerConfig(str(folder / "gpt_oss"), name="g", device="cpu", context_parallel=2), ranks)
     )
     return seen
 

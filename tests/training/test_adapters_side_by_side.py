@@ -16,6 +16,7 @@ from tinker_local.backend.training.run.passes import Passes
 from tinker_local.backend.training.run.tally import Tally
 from tinker_local.backend.training.run.token_budget import TokenBudget
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
+from tinker_local.backend.training.trainer_config import TrainerConfig
 
 KINDS = {
     "a": {"rank": 4},
@@ -204,7 +205,7 @@ def test_micro_batches_are_as_few_as_if_each_were_filled_in_order(
 
 def test_joined_weights_are_the_models_own(model_path: Any) -> None:
     """Joined projections take no extra memory: the modules' weights are views of them."""
-    loaded = load_model(str(model_path("qwen3")), "float32", "cpu")
+    loaded = load_model(TrainerConfig(str(model_path("qwen3")), name="m", dtype="float32", device="cpu"))
     decoder: Any = loaded.decoder
     layer, (attention, mlp) = loaded.model.model.layers[0], decoder.layers[0]
     for joined, modules in (
@@ -227,7 +228,7 @@ def test_a_decoder_of_another_kind_is_refused_by_name(model_path: Any, tmp_path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
     with pytest.raises(UnsupportedError, match="mlp: GELUActivation is none of silu, gelu_tanh"):
-        load_model(str(folder), "float32", "cpu", "written-out")
+        load_model(TrainerConfig(str(folder), name="m", dtype="float32", device="cpu", decoder="written-out"))
 
 
 def test_scores_beyond_the_rank_bound_train_in_turn(

@@ -25,6 +25,7 @@ from tinker_local.backend.training.model.vision_attention import use_packed_atte
 from tinker_local.backend.training.run.recompute_policy import Keep
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainResult, TrainWork
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.types import LoraConfig
 
 from tests.conftest import few
@@ -172,7 +173,7 @@ def both(shape: Shape, seed: int, **options: Any) -> Iterator[tuple[HFTrainer, A
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng():
         torch.manual_seed(seed)
         build(shape, seed).save_pretrained(folder)
-        ours = HFTrainer(folder, name="m", dtype="float64", device="cpu", **options)
+        ours = HFTrainer(TrainerConfig(folder, name="m", dtype="float64", device="cpu", **options))
         kind = transformers.AutoModelForImageTextToText if shape.sees else transformers.AutoModelForCausalLM
         theirs = kind.from_pretrained(folder, dtype=torch.float64).eval().requires_grad_(False)
     norms_in_float64(theirs)

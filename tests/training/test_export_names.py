@@ -18,6 +18,7 @@ from tinker_local.backend.adapters.adapter import AdapterState
 from tinker_local.backend.adapters.adapter_files import write_adapter
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.run.worker import HFTrainer
+from tinker_local.backend.training.trainer_config import TrainerConfig
 
 from tests.float64 import Exact
 from tests.training.test_lora_equals_peft import peft_logprobs
@@ -86,7 +87,9 @@ def test_merged_export_of_an_untied_model_is_what_was_trained(
     ours, inputs = trainer(name), inputs_for(name, make)
     add_adapter(ours, "a")
     state = ours.export("a")
-    merged = HFTrainer(str(merge(model_path(name), state, tmp_path / "m")), name="m", dtype="float32", device="cpu")
+    merged = HFTrainer(
+        TrainerConfig(str(merge(model_path(name), state, tmp_path / "m")), name="m", dtype="float32", device="cpu")
+    )
     trained = logprobs(ours, "a", inputs)
     assert np.abs(trained - logprobs(ours, None, inputs)).max() > 0.5
     Exact(ours).assert_near("a", inputs, trained, logprobs(merged, None, inputs))
@@ -102,7 +105,7 @@ def test_merged_export_of_a_tied_model_differs_by_its_input_embedding_alone(
 
     def merged(adapter: str, **options: bool) -> np.ndarray:
         folder = merge(model_path(name), ours.export(adapter), tmp_path / f"{adapter} {options}", **options)
-        return logprobs(HFTrainer(str(folder), name="m", dtype="float32", device="cpu"), None, inputs)
+        return logprobs(HFTrainer(TrainerConfig(str(folder), name="m", dtype="float32", device="cpu")), None, inputs)
 
     trained = logprobs(ours, "a", inputs)
     assert np.abs(merged("a") - trained).max() > 1e-2

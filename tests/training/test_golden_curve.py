@@ -15,6 +15,7 @@ import transformers
 from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainWork
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.types import AdamParams, LoraConfig
 
 from tests.float64 import InFloat64
@@ -60,7 +61,7 @@ def curve(trainer: Any, make: Any) -> Any:
 
 def test_the_loss_curve_equals_the_stored_one(golden_model: Any, make: Any) -> None:
     with InFloat64():
-        losses = curve(HFTrainer(str(golden_model), name="golden", dtype="float64", device="cpu"), make)
+        losses = curve(HFTrainer(TrainerConfig(str(golden_model), name="golden", dtype="float64", device="cpu")), make)
     stored = np.array(json.loads(STORED.read_text()))
     assert abs(stored[-1, 0] - stored[0, 0]) > 1, "a flat curve proves nothing"
     np.testing.assert_allclose(losses, stored, rtol=1e-6, atol=1e-6)

@@ -8,6 +8,7 @@ import pytest
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainResult, TrainWork
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from transformers import AutoTokenizer
 
 from tests.float64 import assert_as_near
@@ -27,7 +28,7 @@ def test_gradients_on_real_text_are_as_near_to_float64_as_pefts(
         TrainDatum(RenderedInput(part[:-1]), part[1:].astype(np.int64), {"weights": np.ones(len(part) - 1, np.float32)})
         for part in (ids[:97], ids[96:])
     ]
-    ours = HFTrainer(str(small_model), name="small", dtype="float32", device="cpu")
+    ours = HFTrainer(TrainerConfig(str(small_model), name="small", dtype="float32", device="cpu"))
     state = add_adapter(ours, "a", rank=8, train_unembed=False)
     (result,) = ours.forward_backward([TrainWork("a", data, "cross_entropy")])
     assert isinstance(result, TrainResult)

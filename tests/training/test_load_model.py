@@ -6,6 +6,7 @@ import pytest
 import transformers
 from tinker_local.backend.tiny_models import make_tiny_vl_model
 from tinker_local.backend.training.model.load_model import config_of, load_model
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 
@@ -21,5 +22,5 @@ def test_a_config_class_that_another_library_registers_is_not_used(
     folder = make_tiny_vl_model(tmp_path / "model", family="qwen3_vl")
     assert type(transformers.AutoConfig.from_pretrained(folder)) is Registered
     assert type(config_of(str(folder))) is transformers.Qwen3VLConfig
-    loaded = load_model(str(folder), dtype="float32", device="cpu")
+    loaded = load_model(TrainerConfig(str(folder), name="m", dtype="float32", device="cpu"))
     assert type(loaded.model) is transformers.Qwen3VLForConditionalGeneration

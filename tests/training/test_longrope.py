@@ -11,6 +11,7 @@ import transformers
 from tinker_local.backend.tiny_models.make_models import make_tiny_text_model
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainWork
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.types import LoraConfig
 
 from tests.float64 import InFloat64
@@ -39,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trainer_of(folder: Path, decoder: Any, context: int | None, dtype: str) -> Any:
     options: Any = {"dtype": dtype, "device": "cpu", "decoder": decoder}
-    return HFTrainer(str(folder), name="longrope", max_context_length=context, **options)
+    return HFTrainer(TrainerConfig(str(folder), name="longrope", max_context_length=context, **options))
 
 
 @pytest.mark.parametrize("decoder", ["written-out", "autograd"])

@@ -32,6 +32,7 @@ from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.training.process_trainer import ProcessTrainer
 from tinker_local.backend.training.run.worker import HFTrainer, trainer_of_rank
 from tinker_local.backend.training.trainer import Trainer, TrainResult
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.types import AdamParams, LoraConfig, ModelInput, SamplingParams
 
@@ -172,7 +173,7 @@ def test_ranks_on_two_ray_nodes_train_as_one_process_and_outlive_actor_and_host_
     path = str(model_path("qwen3"))
     settings: dict[str, Any] = {"name": "qwen3", "dtype": "float32", "device": "cpu", "micro_batch_tokens": 32}
     work = make.work("a", [9, 5, 12, 7, 6, 30])
-    one = HFTrainer(path, **settings)
+    one = HFTrainer(TrainerConfig(path, **settings))
     expected, between = steps(one, lambda: work, None)
     later, _ = steps(one, lambda: work, between)
 
@@ -180,7 +181,7 @@ def test_ranks_on_two_ray_nodes_train_as_one_process_and_outlive_actor_and_host_
     host = nodes.other()
     others = RayHosts(nodes.address, hosts=1, ranks=1, gpus=False)
     others.check()
-    trainer = ProcessTrainer(partial(trainer_of_rank, path, **settings), ranks=2, others=others)
+    trainer = ProcessTrainer(partial(trainer_of_rank, TrainerConfig(path, **settings)), ranks=2, others=others)
     try:
         began = time.monotonic()
         trainer.load()
@@ -229,7 +230,7 @@ def test_ranks_on_two_ray_nodes_train_as_one_process_and_outlive_actor_and_host_
         trainer.close()
 
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))
-    refused = ProcessTrainer(partial(trainer_of_rank, path, **settings), ranks=2, others=others)
+    refused = ProcessTrainer(partial(trainer_of_rank, TrainerConfig(path, **settings)), ranks=2, others=others)
     try:
         with pytest.raises(ConnectionError, match="its token must be the same"):
             refused.load()
@@ -241,7 +242,7 @@ async def test_replicas_on_two_ray_nodes_sample_as_one_and_outlive_actor_and_hos
     nodes: Nodes, model_path: Callable[[str], Path], make: Any, tmp_path: Path
 ) -> None:
     path = str(model_path("llama"))
-    trainer = HFTrainer(path, name="llama", dtype="float32", device="cpu", micro_batch_tokens=32)
+    trainer = HFTrainer(TrainerConfig(path, name="llama", dtype="float32", device="cpu", micro_batch_tokens=32))
     _, state = steps(trainer, lambda: make.work("a", [9, 5, 12]), None)
     version = AdapterVersion("a", tmp_path / "nowhere", lambda: state)
     work = SampleWork(

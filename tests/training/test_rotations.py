@@ -13,6 +13,7 @@ import transformers
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.rotations import Rotate, Rotations, compare_rotations
 from tinker_local.backend.training.run.worker import HFTrainer
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.types import UnsupportedError
 
 from tests.families.test_other_families import OWN, tiny
@@ -94,8 +95,8 @@ def scaled_queries(out: Path) -> Path:
 def test_queries_that_grow_with_their_position_are_trained_as_transformers_computes_them(tmp_path: Path) -> None:
     folder = scaled_queries(tmp_path / "model")
     with pytest.raises(UnsupportedError, match="from position 64 on, queries or keys of layer 0 differ from transform"):
-        HFTrainer(str(folder), name="tiny", decoder="written-out")
-    trainer = HFTrainer(str(folder), name="tiny")
+        HFTrainer(TrainerConfig(str(folder), name="tiny", decoder="written-out"))
+    trainer = HFTrainer(TrainerConfig(str(folder), name="tiny"))
     assert "autograd" in trainer.trains
     ids = np.random.default_rng(1).integers(20, 380, 256).astype(np.int32)
     found = trainer.logprobs(None, RenderedInput(ids))
@@ -104,13 +105,13 @@ def test_queries_that_grow_with_their_position_are_trained_as_transformers_compu
         logprobs = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0].log_softmax(-1)
     wanted = logprobs[:-1].gather(1, torch.from_numpy(ids[1:].astype(np.int64))[:, None])[:, 0]
     np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
-    assert "written-out" in HFTrainer(str(folder), name="tiny", max_context_length=64).trains
+    assert "written-out" in HFTrainer(TrainerConfig(str(folder), name="tiny", max_context_length=64)).trains
 
 
 def test_what_is_measured_follows_the_frequencies_of_each_kind_of_layer(tmp_path: Path) -> None:
     """Every other layer of SmolLM3 has no positions."""
     assert OWN["smollm3"] == {"no_rope_layers": [1, 0]}
-    trainer = HFTrainer(str(tiny("smollm3", tmp_path / "model")), name="tiny")
+    trainer = HFTrainer(TrainerConfig(str(tiny("smollm3", tmp_path / "model")), name="tiny"))
     found = trainer.rotations(None, np.tile(np.arange(256), (3, 1)))
     assert found.keys() == {0, 1}
     turned, still = (found[layer] / np.abs(found[layer][:, :1]).max() for layer in (0, 1))

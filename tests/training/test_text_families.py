@@ -24,6 +24,7 @@ from tinker_local.backend.training.model.lm_head import LmHead
 from tinker_local.backend.training.run.recompute_policy import Keep
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.types import UnsupportedError
 
 from tests.float64 import InFloat64
@@ -271,8 +272,8 @@ def test_a_model_that_the_chosen_decoder_cannot_train_is_refused_with_the_reason
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
     with pytest.raises(UnsupportedError, match=r"written-out .*layer.*0: mlp: ReLU is none of silu, gelu_tanh"):
-        HFTrainer(str(folder), name="relu", device="cpu", decoder="written-out")
-    assert isinstance(HFTrainer(str(folder), name="relu", device="cpu")._loaded.decoder, AutogradDecoder)
+        HFTrainer(TrainerConfig(str(folder), name="relu", device="cpu", decoder="written-out"))
+    assert isinstance(HFTrainer(TrainerConfig(str(folder), name="relu", device="cpu"))._loaded.decoder, AutogradDecoder)
 
 
 def test_a_model_with_its_own_attention_is_refused(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

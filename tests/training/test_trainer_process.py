@@ -12,6 +12,7 @@ import torch
 from tinker_local.backend.training.process_trainer import ProcessTrainer
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import Trainer, TrainWork
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.types import AdamParams, ApiError, InternalError, InvalidRequestError, LoraConfig, UnsupportedError
 
 pytestmark = pytest.mark.more
@@ -25,7 +26,7 @@ def in_process(model_path: Callable[[str], Path]) -> Iterator[Start]:
     started: list[ProcessTrainer] = []
 
     def start(name: str) -> ProcessTrainer:
-        factory = partial(HFTrainer, str(model_path(name)), name=name, dtype="float32", device="cpu")
+        factory = partial(HFTrainer, TrainerConfig(str(model_path(name)), name=name, dtype="float32", device="cpu"))
         started.append(ProcessTrainer(factory))
         started[-1].load()
         return started[-1]
@@ -103,9 +104,9 @@ def test_training_is_the_same_inline_and_in_a_process(
 def test_an_unsupported_model_is_the_same_error_in_a_process(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nemotron_h"}')
     with pytest.raises(UnsupportedError) as inline:
-        HFTrainer(str(tmp_path), name="gpt")
+        HFTrainer(TrainerConfig(str(tmp_path), name="gpt"))
     with pytest.raises(UnsupportedError) as apart:
-        ProcessTrainer(partial(HFTrainer, str(tmp_path), name="gpt")).load()
+        ProcessTrainer(partial(HFTrainer, TrainerConfig(str(tmp_path), name="gpt"))).load()
     assert str(apart.value) == str(inline.value)
 
 

@@ -19,6 +19,7 @@ from tinker_local.backend.models.served_models import Engines
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.losses import LOSSES, loss_of
 from tinker_local.backend.training.run.worker import HFTrainer
+from tinker_local.backend.training.trainer_config import TrainerConfig
 
 from tests.training.autograd_reference import Hooked, norms_in_float64
 from tests.training.loss_reference import reference
@@ -41,7 +42,9 @@ def trainer(model_path: Any) -> HFTrainer:
     """A trainer whose micro-batches do not hold all data, and whose chunks of logits do not hold a whole datum."""
     path = str(model_path("qwen3"))
     return HFTrainer(
-        path, name=BASE, dtype="float64", device="cpu", micro_batch_tokens=40, logit_chunk_elements=4 * VOCAB
+        TrainerConfig(
+            path, name=BASE, dtype="float64", device="cpu", micro_batch_tokens=40, logit_chunk_elements=4 * VOCAB
+        )
     )
 
 

@@ -144,11 +144,14 @@ class Reference:
 
     def __init__(self, trained: Trained, device: str) -> None:
         from tinker_local.backend.training.run.worker import HFTrainer
+        from tinker_local.backend.training.trainer_config import TrainerConfig
 
         base = trained.base
         rank = trained.config.rank
         self._dtype = base.dtype
-        self._trainer = HFTrainer(base.path, name=base.path, dtype=base.dtype, device=device, max_rank=rank)
+        self._trainer = HFTrainer(
+            TrainerConfig(base.path, name=base.path, dtype=base.dtype, device=device, max_rank=rank)
+        )
         self._trainer.load_adapter("trained", trained.state())
 
     def logprobs(self, prompts: Sequence[RenderedInput]) -> tuple[Logprobs, Logprobs]:

@@ -45,6 +45,7 @@ from tinker_local.backend.scheduling.memory_sharing import MemorySharing, Waking
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 from tinker_local.backend.stages import Stage, in_words, stage, taken
 from tinker_local.backend.training.process_trainer import ProcessTrainer, TrainerFactory
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.weight_files import read_ahead
 
 if TYPE_CHECKING:
@@ -444,8 +445,7 @@ def _load_real(source: ModelSource, options: BackendOptions, progress: Progress)
     if gpus > 1:
         progress(f"{source.name} {placed}")
     options = replace(options, train_gpus=layout.train_gpus, sample_gpus=layout.sample_gpus, sample_tp=layout.sample_tp)
-    make_trainer = functools.partial(
-        trainer_of_rank if len(options.train_gpus) * options.train_hosts > 1 else HFTrainer,
+    config_of_trainer = TrainerConfig(
         source.path,
         name=source.name,
         dtype=dtype,
@@ -458,6 +458,8 @@ def _load_real(source: ModelSource, options: BackendOptions, progress: Progress)
         shards=layout.shards,
         context_parallel=layout.context_parallel,
     )
+    several = len(options.train_gpus) * options.train_hosts > 1
+    make_trainer: TrainerFactory = functools.partial(trainer_of_rank if several else HFTrainer, config_of_trainer)
     make_one: SamplerFactory = make_vllm_sampler if layout.sample_tp == 1 else make_vllm_rank
     factories = [functools.partial(make_one, engine) for engine in engines]
     sequences = engines[0].max_sequences

@@ -21,6 +21,7 @@ from tinker_local.backend.training.model.vision_attention import use_packed_atte
 from tinker_local.backend.training.model.vision_tower import VisionTower
 from tinker_local.backend.training.parallel.large_weights import RESIDENT, LargeWeights
 from tinker_local.backend.training.parallel.shared_rows import ONE_HAS_ALL, RowRanks
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.weight_files import folder_of
 from tinker_local.types import UnsupportedError
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -157,41 +158,33 @@ def _without_values(config: Any, family: Family, dtype: str) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def load_model(
-    path: str,
-    dtype: str | None,
-    device: str | None,
-    decoder: DecoderChoice = "auto",
-    max_context_length: int | None = None,
-    shards: int = 1,
-    row_ranks: RowRanks = ONE_HAS_ALL,
-) -> LoadedModel:
-    """Load the model at `path` (a folder or hub name) with the class of its family.
+def load_model(settings: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> LoadedModel:
+    """Load the model that `settings` name, with the class of its family.
 
-    `device` None: CUDA if available. `dtype` None: bfloat16 on CUDA, float32 elsewhere. `max_context_length`: the most
-    positions of a sequence, if fewer than the model's own. `shards`: how many ranks hold the large weights together; if
-    more than one, all ranks load at the same time, as they do if `row_ranks` are several. Raises UnsupportedError if
-    the family or the architecture is not supported.
+    With `shards`, or several `row_ranks`, all ranks load at the same time. Raises UnsupportedError if the family or the
+    architecture is not supported.
     """
+    path = settings.model
     config = config_of(path)
     family = family_of(config.model_type, path)
     if getattr(config, "quantization_config", None):
         raise UnsupportedError(f"{path}: quantized weights cannot be trained; {family.quantized}")
     text_config = config.get_text_config()
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    chosen = DTYPES[dtype or ("bfloat16" if place.type == "cuda" else "float32")]
+    place = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = DTYPES[settings.dtype or ("bfloat16" if place.type == "cuda" else "float32")]
     with stage("weights"):
-        model, weights = _load(path, config, family, chosen, place, shards)
-    max_positions = min(max_context_length or text_config.max_position_embeddings, text_config.max_position_embeddings)
+        model, weights = _load(path, config, family, chosen, place, settings.shards)
+    own = text_config.max_position_embeddings
+    max_positions = min(settings.max_context_length or own, own)
     _fix_frequencies(model.get_submodule(family.decoder_path), max_positions)
     if family.vision is not None and not family.vision.whole_images:
         use_packed_attention(model.get_submodule(family.vision.tower))
     kernels = kernels_for(place, chosen)
     with stage("decoder compared"):
-        chosen_decoder = make_decoder(model, family, kernels, decoder, path, weights, row_ranks, max_positions)
+        decoder = make_decoder(model, family, kernels, settings.decoder, path, weights, row_ranks, max_positions)
     return LoadedModel(
         model=model,
-        decoder=chosen_decoder,
+        decoder=decoder,
         tower=None if family.vision is None else VisionTower(model, family.vision),
         weights=weights,
         kernels=kernels,

@@ -11,8 +11,8 @@ from typing import Any
 
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory, LayerMemory
 
-CUDA_LOGITS = 2**28
-"""Maximum number of logits in memory at once on a GPU: enough rows for matmuls at full speed."""
+CUDA_LOGITS, CPU_LOGITS = 2**28, 2**26
+"""Maximum number of logits in memory at once by default: on a GPU enough rows for matmuls at full speed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,13 @@ from tinker_local.backend.training.model.load_model import LoadedModel
 from tinker_local.backend.training.model.vision_tower import TowerPass
 from tinker_local.backend.training.parallel.large_weights import RESIDENT, Walk
 from tinker_local.backend.training.parallel.shared_rows import ONE_HAS_ALL, RowRanks
-from tinker_local.backend.training.run.block_memory import attention_widths, exchange_bytes
+from tinker_local.backend.training.run.block_memory import CPU_LOGITS, CUDA_LOGITS, attention_widths, exchange_bytes
 from tinker_local.backend.training.run.image_features import ImageFeatureCache
 from tinker_local.backend.training.run.nudging import nudge_in_place
 from tinker_local.backend.training.run.packing import Item, Packed, Part, pack, part_of, spans
 from tinker_local.backend.training.run.recompute_policy import RecomputePolicy, free_bytes
 from tinker_local.backend.training.trainer import TrainWork
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.types import ApiError, InvalidRequestError
 
 _PLANNED_SHARE = 0.9
@@ -65,43 +66,32 @@ class Computed:
 
 
 class MicroBatchRunner:
-    """Runs micro-batches on `loaded`.
+    """Runs micro-batches on `loaded`, with the limits of `config`; on a GPU activations never take more than is free.
 
-    `float_dtype`: of logprobs, losses and adapters. `activation_bytes`: limit for activations; on a GPU they also never
-    take more than is free. None: what a row of `usual_tokens` takes without recomputation (on the CPU: no limit).
-    `row_ranks`: the ranks that share each row, of whose positions this one then computes a part.
+    `float_dtype`: of logprobs, losses and adapters. `row_ranks`: the ranks that share each row, of whose positions this
+    one then computes a part.
     """
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        logit_chunk_elements: int,
-        image_cache_bytes: int,
-        float_dtype: torch.dtype,
-        activation_bytes: int | None,
-        usual_tokens: int,
-        row_ranks: RowRanks = ONE_HAS_ALL,
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, config: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> None:
         text_targets = [*loaded.decoder.targets, loaded.head_target]
         # The tower comes last, so that the same seed gives the others the same numbers with and without it.
         self.targets = [*text_targets, *(loaded.tower.targets if loaded.tower else [])]
-        self.activation_bytes = activation_bytes
+        self.activation_bytes = config.activation_memory_bytes
         self._groups = groups_of(text_targets)
-        self._usual_tokens = usual_tokens
+        self._usual_tokens = config.micro_batch_tokens
         self._row_ranks = row_ranks
         self._exchange_bytes = 0
         if row_ranks.size > 1:
             widths = attention_widths(loaded.model.config.get_text_config().to_dict())
             self._exchange_bytes = exchange_bytes(*widths, loaded.dtype.itemsize)
         self._loaded = loaded
-        self.float_dtype = float_dtype
-        self._images = ImageFeatureCache(self._encode_images, image_cache_bytes)
+        self.float_dtype = torch.float64 if loaded.dtype == torch.float64 else torch.float32
+        self._images = ImageFeatureCache(self._encode_images, config.image_cache_bytes)
         self._decoder = loaded.decoder
         head = loaded.model.lm_head
         bias = None if head.bias is None else head.bias.detach()
-        self._head = LmHead(
-            head.weight.detach(), loaded.kernels, logit_chunk_elements, float_dtype, bias, loaded.logit_rule
-        )
+        chunk = config.logit_chunk_elements or (CUDA_LOGITS if loaded.device.type == "cuda" else CPU_LOGITS)
+        self._head = LmHead(head.weight.detach(), loaded.kernels, chunk, self.float_dtype, bias, loaded.logit_rule)
 
     @property
     def images_encoded(self) -> int:

@@ -17,13 +17,11 @@ import secrets
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from tinker_local.backend.adapters.adapter import WEIGHTS_VECTOR, AdapterDType, AdapterLayout, AdapterState
-from tinker_local.backend.options import DecoderChoice
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.kernels import delta_rule
 from tinker_local.backend.training.lora import lora
@@ -37,7 +35,6 @@ from tinker_local.backend.training.optimizers.optimizer import OptimizerState
 from tinker_local.backend.training.parallel.ranks import ONE_RANK, Ranks, fingerprint
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.run import nudging
-from tinker_local.backend.training.run.block_memory import CUDA_LOGITS
 from tinker_local.backend.training.run.micro_batch import MicroBatchRunner
 from tinker_local.backend.training.run.packing import Item
 from tinker_local.backend.training.run.passes import Passes, release_unused_memory
@@ -46,6 +43,7 @@ from tinker_local.backend.training.run.tally import Tally
 from tinker_local.backend.training.run.token_budget import TokenBudget
 from tinker_local.backend.training.run.transfer import to_host
 from tinker_local.backend.training.trainer import Seat, TrainDatum, TrainResult, TrainWork
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.types import (
     ApiError,
     InternalError,
@@ -61,63 +59,30 @@ _NOT_FLAT = 1e-6
 
 
 class HFTrainer:
-    """Implements `training.trainer.Trainer` on the model at `model_path`, under the name `name`.
-
-    `dtype`: of weights and activations, "float32", "bfloat16" or "float64" (default: bfloat16 on CUDA, else float32);
-    adapters, gradients and optimizer states are float32 (float64 with float64). `max_context_length` can only shorten
-    the model's own. `micro_batch_tokens`: maximum positions in one forward; temporarily fewer when memory runs out.
-    `activation_memory_bytes`: limit for activations; layers beyond it are recomputed in the backward. None: on CUDA
-    what a full micro-batch takes, so that a longer sequence takes no more; on the CPU nothing is recomputed.
-    `logit_chunk_elements`: maximum number of logits in memory at once (None: 2^28 on CUDA, 2^26 elsewhere).
-    `image_cache_bytes`: limit for image features cached on the device. `module_gradient_norms`: `optim_step` also
-    reports the norm of each module. `decoder`: runs the layers; "auto" means "written-out" if it supports them, else
-    "autograd". `ranks`: the processes that share the work. `shards`: how many of them, in a row, hold one copy of the
-    layers and of an untied LM head together, each a part; 1: all are whole on each. `context_parallel`: how many ranks,
-    in a row, share each micro-batch, which then has as many times `micro_batch_tokens`.
+    """Implements `training.trainer.Trainer` as `config` says. `ranks`: the processes that share the work.
 
     A target outside the vocabulary is allowed where its coefficient is 0; its reported logprob is that of token 0.
     An `optim_step` without a gradient since the last one uses a zero gradient: AdamW's moments fade, weight decay
     applies, the step counts.
     """
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        name: str,
-        dtype: str | None = None,
-        device: str | None = None,
-        max_context_length: int | None = None,
-        micro_batch_tokens: int = 8192,
-        max_rank: int = 128,
-        activation_memory_bytes: int | None = None,
-        logit_chunk_elements: int | None = None,
-        image_cache_bytes: int = 2**28,
-        module_gradient_norms: bool = False,
-        decoder: DecoderChoice = "auto",
-        ranks: Ranks = ONE_RANK,
-        shards: int = 1,
-        context_parallel: int = 1,
-    ) -> None:
-        ranks.check_neighbours(shards, "shards")
-        row_ranks = ranks.share_rows(context_parallel)
-        loaded = load_model(model_path, dtype, device, decoder, max_context_length, shards, row_ranks)
-        self.name = name
+    def __init__(self, config: TrainerConfig, ranks: Ranks = ONE_RANK) -> None:
+        ranks.check_neighbours(config.shards, "shards")
+        row_ranks = ranks.share_rows(config.context_parallel)
+        loaded = load_model(config, row_ranks)
+        self.name = config.name
         self.vocab_size = loaded.vocab_size
         self.max_context_length = loaded.max_positions
         reached = dict.fromkeys(target.projection for target in (*loaded.decoder.targets, loaded.head_target))
         self.trains = f"trained by the {loaded.decoder.name} decoder; adapters reach {', '.join(reached)}"
         if "linear_attention" in (getattr(loaded.model.config.get_text_config(), "layer_types", None) or ()):
             self.trains += f"; linear attention is computed by {delta_rule.kernels_for(loaded.device, loaded.dtype)[1]}"
-        self.max_rank = max_rank
-        self._budget = TokenBudget(micro_batch_tokens)
+        self.max_rank = config.max_rank
+        self._budget = TokenBudget(config.micro_batch_tokens)
         self._loaded = loaded
-        self._float = torch.float64 if loaded.dtype == torch.float64 else torch.float32
-        chunk = logit_chunk_elements or (CUDA_LOGITS if loaded.device.type == "cuda" else 2**26)
-        self._runner = MicroBatchRunner(
-            loaded, chunk, image_cache_bytes, self._float, activation_memory_bytes, micro_batch_tokens, row_ranks
-        )
-        self._module_gradient_norms = module_gradient_norms
+        self._runner = MicroBatchRunner(loaded, config, row_ranks)
+        self._float = self._runner.float_dtype
+        self._module_gradient_norms = config.module_gradient_norms
         self._adapters: dict[str, Adapter] = {}
         self._ranks = ranks
         self._passes = Passes(
@@ -415,10 +380,10 @@ def _fingerprints(stepped: Adapter, norm: float) -> dict[str, int]:
     return {"gradient norm": bits, **{name: fingerprint(vector) for name, vector in vectors.items()}}
 
 
-def trainer_of_rank(model_path: str, seat: Seat, **settings: Any) -> HFTrainer:
-    """An `HFTrainer` with these settings for one of several ranks, in its own process: the `TrainerFactory` of a
-    `ProcessTrainer` with `ranks`. Waits for the others."""
+def trainer_of_rank(config: TrainerConfig, seat: Seat) -> HFTrainer:
+    """An `HFTrainer` for one of several ranks, in its own process: the `TrainerFactory` of a `ProcessTrainer` with
+    `ranks`. Waits for the others."""
     from tinker_local.backend.training.parallel.joined_ranks import JoinedRanks
 
-    device = torch.device(settings.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return HFTrainer(model_path, ranks=JoinedRanks(seat, device), **settings)
+    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return HFTrainer(config, JoinedRanks(seat, device))

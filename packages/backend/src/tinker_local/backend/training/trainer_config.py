@@ -1,0 +1,38 @@
+"""What a trainer is made of. Imports neither torch nor transformers."""
+
+from dataclasses import dataclass
+
+from tinker_local.backend.options import DecoderChoice
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerConfig:
+    """The settings of an `HFTrainer` of the model at `model`, under the name `name`.
+
+    `dtype`: of weights and activations, "float32", "bfloat16" or "float64" (default: bfloat16 on CUDA, else float32);
+    adapters, gradients and optimizer states are float32 (float64 with float64). `max_context_length` can only shorten
+    the model's own. `micro_batch_tokens`: maximum positions in one forward; temporarily fewer when memory runs out.
+    `activation_memory_bytes`: limit for activations; layers beyond it are recomputed in the backward. None: on CUDA
+    what a full micro-batch takes, so that a longer sequence takes no more; on the CPU nothing is recomputed.
+    `logit_chunk_elements`: maximum number of logits in memory at once (None: 2^28 on CUDA, 2^26 elsewhere).
+    `image_cache_bytes`: limit for image features cached on the device. `module_gradient_norms`: `optim_step` also
+    reports the norm of each module. `decoder`: runs the layers; "auto" means "written-out" if it supports them, else
+    "autograd". `shards`: how many ranks, in a row, hold one copy of the layers and of an untied LM head together, each
+    a part; 1: all are whole on each. `context_parallel`: how many ranks, in a row, share each micro-batch, which then
+    has as many times `micro_batch_tokens`.
+    """
+
+    model: str
+    name: str
+    dtype: str | None = None
+    device: str | None = None
+    max_context_length: int | None = None
+    micro_batch_tokens: int = 8192
+    max_rank: int = 128
+    activation_memory_bytes: int | None = None
+    logit_chunk_elements: int | None = None
+    image_cache_bytes: int = 2**28
+    module_gradient_norms: bool = False
+    decoder: DecoderChoice = "auto"
+    shards: int = 1
+    context_parallel: int = 1
