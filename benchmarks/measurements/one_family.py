@@ -159,6 +159,7 @@ def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any], *, pa
     import torch
     from tinker_local.backend.training.kernels.choose_kernels import kernels_for
     from tinker_local.backend.training.model.experts import SILU, ClampedGating, ExpertWeights, Routing
+    from tinker_local.backend.weights.frozen_matrix import DenseStack
 
     device, dtype = timing.device(), torch.bfloat16 if timing.device() == "cuda" else torch.float32
     count, chosen = config.get("num_local_experts", config.get("num_experts")), config["num_experts_per_tok"]
@@ -170,7 +171,9 @@ def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any], *, pa
 
     torch.manual_seed(0)
     gating = ClampedGating(1.702, 7.0) if shape.family == "gpt_oss" else SILU
-    weights = ExpertWeights(random(count, 2 * width, hidden), random(count, hidden, width), gating=gating)
+    weights = ExpertWeights(
+        DenseStack(random(count, 2 * width, hidden)), DenseStack(random(count, hidden, width)), gating=gating
+    )
     x, grad = random(rows, hidden), random(rows, hidden)
     scores, places = torch.rand(rows, count, device=device).topk(chosen)
     layer = ExpertsLayer(x, grad, scores.to(dtype), places, weights, scale.rank)
@@ -178,10 +181,10 @@ def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any], *, pa
     pairs, wide, narrow = x[routing.tokens], random(len(routing.tokens), 2 * width), random(len(routing.tokens), width)
 
     def products() -> None:
-        routing.groups.multiply(pairs, weights.gate_up.transpose(1, 2))
-        routing.groups.multiply(narrow, weights.down.transpose(1, 2))
-        routing.groups.multiply(pairs, weights.down)
-        routing.groups.multiply(wide, weights.gate_up)
+        weights.gate_up.times(pairs, routing.groups)
+        weights.down.times(narrow, routing.groups)
+        weights.down.back(pairs, routing.groups)
+        weights.gate_up.back(wide, routing.groups)
 
     alone = layer.pass_of(1)
     plain = ", without fused kernels"
@@ -292,7 +295,8 @@ class ExpertsLayer:
         )
         from tinker_local.types import LoraConfig
 
-        (tokens, hidden), (count, _, width) = self.x.shape, self.weights.down.shape
+        (tokens, hidden), down_matrices = self.x.shape, self.weights.down
+        count, width = down_matrices.count, down_matrices.inputs
         targets = [
             Target("w1", "experts.gate_up", "w1", 0, hidden, width, "mlp", count, "A"),
             Target("w3", "experts.gate_up", "w3", 0, hidden, width, "mlp", count, "A"),

@@ -21,6 +21,7 @@ from tinker_local.backend.training.model.experts import (
     experts_backward,
     gate_and_up,
 )
+from tinker_local.backend.weights.frozen_matrix import DenseStack
 from tinker_local.types import LoraConfig
 
 SHAPES = [
@@ -214,7 +215,7 @@ def check_experts(
         batch = LoraBatch(groups_of(targets), found, kind, torch.float32, gradient=True)
         low = batch.group("experts.gate_up"), batch.group("experts.down")
         assert low[0] is not None
-        of_layer = ExpertWeights(*(matrix.to(kind) for matrix in matrices))
+        of_layer = ExpertWeights(*(DenseStack(matrix.to(kind)) for matrix in matrices))
         routing = Routing.of(chosen, experts, low[0].owners, kernels)
         h, gate_up = gate_and_up(x.to(kind), routing, of_layer, low[0], kernels)
         mid, output = down(gate_up, h, scores.to(kind), routing, of_layer, *low, kernels)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.parallel.joined_ranks import JoinedRanks
-from tinker_local.backend.training.parallel.large_weights import RESIDENT, Walk
 from tinker_local.backend.training.parallel.shared_rows import ONE_HAS_ALL
 from tinker_local.backend.training.run.micro_batch import MicroBatchRunner
 from tinker_local.backend.training.run.packing import Item
 from tinker_local.backend.training.trainer import TrainDatum
+from tinker_local.backend.weights.large_weights import RESIDENT, Walk
 
 
 class LonelyRanks(JoinedRanks):

@@ -14,8 +14,9 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from tinker_local.backend.adapters.adapter import FACTORS, HEAD, LORA_ALPHA, AdapterState, tensor_name
 from tinker_local.backend.adapters.adapter_files import AGE, CONFIG, WEIGHTS
-from tinker_local.backend.adapters.peft_experts import DOWN, GATE_UP, check_experts_together, from_parameters
+from tinker_local.backend.adapters.peft_experts import check_experts_together, from_parameters
 from tinker_local.backend.families.family import Family, SplitRows
+from tinker_local.backend.weights.joined_names import EXPERTS_DOWN, EXPERTS_GATE_UP
 from tinker_local.types import InvalidRequestError, LoraConfig
 from tinker_local.types.errors import brief
 
@@ -301,10 +302,11 @@ def _parent_of_experts(given: Mapping[str, Any], family: Family) -> str | None:
         path, _, last = str(each).rpartition(".")
         parents.add(path.rpartition(".")[2])
         lasts.append(last)
-    if family.lora.experts is None or set(lasts) != {GATE_UP, DOWN} or len(parents) != 1 or "" in parents:
+    whole = set(lasts) == {EXPERTS_GATE_UP, EXPERTS_DOWN}
+    if family.lora.experts is None or not whole or len(parents) != 1 or "" in parents:
         raise InvalidRequestError(
             f"{CONFIG}: target_parameters: {brief(parameters)} is not supported: adapters here train parameters of "
-            f"routed experts alone, {GATE_UP} and {DOWN} together, of models that have them"
+            f"routed experts alone, {EXPERTS_GATE_UP} and {EXPERTS_DOWN} together, of models that have them"
         )
     return parents.pop()
 
@@ -317,7 +319,7 @@ def _joined(given: Mapping[str, Any], family: Family, rank: int, alpha: float, *
             raise InvalidRequestError(f"{CONFIG}: {field}: {brief(pattern)} is not an object")
         for module, value in pattern.items():
             rows = family.lora.split.get(module)
-            parts = 2 if experts and module == GATE_UP else 0 if rows is None else len(rows.projections)
+            parts = 2 if experts and module == EXPERTS_GATE_UP else 0 if rows is None else len(rows.projections)
             if not parts or value != one * parts or module not in ranks or module not in alphas:
                 raise InvalidRequestError(
                     f"{CONFIG}: {field}: {brief({module: value})} is not supported: an adapter here has one rank and "

@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.adapters.adapter import FACTORS
 from tinker_local.backend.families.family import Experts
+from tinker_local.backend.weights.joined_names import EXPERTS_DOWN, EXPERTS_GATE_UP
 from tinker_local.types import InvalidRequestError
 
 Tensors = Mapping[str, npt.NDArray[Any]]
 
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
 PEFT_VERSION = "0.19.1"
 """The first with this form: 0.17 to 0.19.0 exchange rows and columns of models that keep matrices as [out, in]."""
 
@@ -42,7 +42,7 @@ def target_parameters(tensors: Tensors, names: Experts | None) -> list[str]:
     if names is None:
         return []
     parents = {module.rpartition(".")[2] for module in _modules(tensors, names)}
-    return [f"{parent}.{parameter}" for parent in sorted(parents) for parameter in (GATE_UP, DOWN)]
+    return [f"{parent}.{parameter}" for parent in sorted(parents) for parameter in (EXPERTS_GATE_UP, EXPERTS_DOWN)]
 
 
 def as_parameters(tensors: Tensors, names: Experts) -> dict[str, npt.NDArray[np.float32]]:
@@ -73,7 +73,7 @@ def from_parameters(tensors: Tensors, names: Experts, parent: str, rank: int, fi
     modules = [name.removesuffix(ending) + f".{parent}" for name in tensors if name.endswith(ending)]
     if not modules:
         raise InvalidRequestError(
-            f"{file}: holds no tensor …{ending}, though target_parameters names {parent}.{GATE_UP}"
+            f"{file}: holds no tensor …{ending}, though target_parameters names {parent}.{EXPERTS_GATE_UP}"
         )
     for module in modules:
         given = [f"{path}.lora_{factor}.weight" for path in _paths(module) for factor in FACTORS]

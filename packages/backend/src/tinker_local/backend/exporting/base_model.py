@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinker_local.backend.families import family_of
 from tinker_local.backend.families.family import Family
+from tinker_local.backend.weights.joined_names import EXPERTS_GATE_UP
 from tinker_local.types import InvalidRequestError, NotFoundError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class BaseModel:
         from tinker_local.backend.training.model.decoders.packed_experts import expert_targets
 
         module, _, _ = path.rpartition(".")
-        if self.family.lora.experts is None or not hasattr(modules.get(module), "gate_up_proj"):
+        if self.family.lora.experts is None or not hasattr(modules.get(module), EXPERTS_GATE_UP):
             return None
         targets = expert_targets(module, "", 0, modules[module], self.family.lora.experts)
         return next((target for target in targets if target.path == path), None)

@@ -11,6 +11,7 @@ from tinker_local.backend.adapters.adapter import LORA_ALPHA
 from tinker_local.backend.adapters.adapter_tensors import as_torch
 from tinker_local.backend.exporting.trained import Trained
 from tinker_local.backend.families.family import Experts
+from tinker_local.backend.weights.joined_names import EXPERTS_DOWN, EXPERTS_GATE_UP
 from tinker_local.types import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def expert_modules(trained: Trained) -> list[str]:
     return list(found)
 
 
-WHOLE, EACH = "gate_up_proj", "0.gate_proj.weight"
+WHOLE, EACH = EXPERTS_GATE_UP, "0.gate_proj.weight"
 """A tensor of experts in files that have one of all experts, and in files that have one of each, below their module."""
 
 
@@ -48,8 +49,8 @@ def merges(trained: Trained, module: str, prefix: str, form: str) -> Mapping[str
     gate, up, down = (f"{module}.{name}" for name in names.names)
     if form == WHOLE:
         return {
-            f"{prefix}gate_up_proj": partial(_add_to_all, trained, names, (gate, up)),
-            f"{prefix}down_proj": partial(_add_to_all, trained, names, (down,)),
+            f"{prefix}{EXPERTS_GATE_UP}": partial(_add_to_all, trained, names, (gate, up)),
+            f"{prefix}{EXPERTS_DOWN}": partial(_add_to_all, trained, names, (down,)),
         }
     count = max(len(factor) for factor in trained.factors(gate))
     return {

@@ -13,12 +13,13 @@ from tinker_local.backend.adapters.adapter import HEAD, LORA_ALPHA, AdapterState
 from tinker_local.backend.adapters.adapter_files import AGE, CONFIG, WEIGHTS, read_adapter
 from tinker_local.backend.adapters.checksums import DESCRIPTION, check_files
 from tinker_local.backend.adapters.joined_parts import joined_parts
-from tinker_local.backend.adapters.peft_experts import GATE_UP, check_experts_together, target_parameters
+from tinker_local.backend.adapters.peft_experts import check_experts_together, target_parameters
 from tinker_local.backend.exporting.base_model import BaseModel
 from tinker_local.backend.families.family import Experts
 from tinker_local.backend.storage.checkpoint_folders import REMOVING, UNFINISHED
 from tinker_local.backend.storage.model_paths import model_paths
 from tinker_local.backend.storage.names import parse_tinker_path, safe_segment
+from tinker_local.backend.weights.joined_names import EXPERTS_GATE_UP
 from tinker_local.types import InvalidRequestError, LoraConfig, NotFoundError
 
 
@@ -110,7 +111,7 @@ class Trained:
         }
         modules = {"target_modules": list(self.base.target_modules(self.paths))}
         if parameters := target_parameters(self.tensors, experts):
-            parts[GATE_UP] = 2
+            parts[EXPERTS_GATE_UP] = 2
             others = [path for path in self.paths if self.factors(path)[0].ndim == 2]
             modules = {"target_modules": list(self.base.target_modules(others)), "target_parameters": parameters}
         patterns = {

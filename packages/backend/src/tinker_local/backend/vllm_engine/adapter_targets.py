@@ -7,6 +7,7 @@ from typing import Any
 
 from tinker_local.backend.families import family_of
 from tinker_local.backend.vllm_engine.compat_vllm import class_of_model
+from tinker_local.backend.weights.joined_names import GATE_UP
 
 
 def declare_lm_head(config: Any, _: int) -> None:
@@ -64,6 +65,6 @@ def name_stacked_modules(config: Any, _: int) -> None:
     if family.vision is not None:
         stacked["qkv"] = ["qkv"]
     if getattr(text, "mlp_only_layers", None) or getattr(text, "decoder_sparse_step", 1) > 1:
-        stacked["gate_up_proj"] = ["gate_proj", "up_proj"]
+        stacked[GATE_UP.vllm] = [*GATE_UP.parts]
     found = class_of_model(config)
     found.packed_modules_mapping = {**stacked, **found.packed_modules_mapping}

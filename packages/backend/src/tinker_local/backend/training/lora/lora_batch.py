@@ -18,6 +18,7 @@ import torch
 from tinker_local.backend.training.kernels import compat_torch
 from tinker_local.backend.training.lora.lora import Adapter, AdapterSlice, Groups
 from tinker_local.backend.training.run.transfer import to_device
+from tinker_local.backend.weights.frozen_matrix import FrozenMatrix
 
 _COLUMNS = 16
 """R is a multiple of this, the narrowest tile of tensor cores."""
@@ -123,53 +124,53 @@ Parts = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 def project(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, low_rank: LowRank | None, parts: Parts
+    x: torch.Tensor, matrix: FrozenMatrix, bias: torch.Tensor | None, low_rank: LowRank | None, parts: Parts
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """h [T, p, R] and x weight^T + bias + low rank. The low rank is computed first: the large matmul accumulates onto
+    """h [T, p, R] and x W^T + bias + low rank. The low rank is computed first: the large matmul accumulates onto
     it, which saves a pass over the output."""
     if low_rank is None:
-        return None, x @ weight.T if bias is None else torch.addmm(bias, x, weight.T)
+        return None, matrix.times(x) if bias is None else matrix.times_plus(x, bias)
     h = low_rank.down(x)
-    output = x.new_empty(len(x), len(weight))
+    output = x.new_empty(len(x), matrix.outputs)
     low_rank.up(h, parts(output))
-    output.addmm_(x, weight.T)
+    matrix.add_times(output, x)
     return h, output if bias is None else output.add_(bias)
 
 
 def project_onto(
-    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, low_rank: LowRank | None
+    residual: torch.Tensor, x: torch.Tensor, matrix: FrozenMatrix, low_rank: LowRank | None
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """h [T, 1, R] and residual + x weight^T + low rank, for a group of one projection."""
+    """h [T, 1, R] and residual + x W^T + low rank, for a group of one projection."""
     if low_rank is None:
-        return None, torch.addmm(residual, x, weight.T)
+        return None, matrix.times_plus(x, residual)
     h = low_rank.down(x)
-    return h, torch.addmm(residual, h[:, 0], low_rank.b[0].T).addmm_(x, weight.T)
+    return h, matrix.add_times(torch.addmm(residual, h[:, 0], low_rank.b[0].T), x)
 
 
 def project_backward(
     grad: torch.Tensor,
     x: torch.Tensor,
-    weight: torch.Tensor,
+    matrix: FrozenMatrix,
     low_rank: LowRank | None,
     h: torch.Tensor | None,
     parts: Parts,
 ) -> torch.Tensor:
     """The gradient of x from that of the output. Writes the adapters' gradients."""
     if low_rank is None:
-        return grad @ weight
+        return matrix.back(grad)
     assert h is not None, "kept or recomputed before the backward"
     grad_h = low_rank.up_gradient(h, parts(grad))
     low_rank.write_a_gradient(grad_h, x)
-    return through(grad, weight, low_rank, grad_h)
+    return through(grad, matrix, low_rank, grad_h)
 
 
 def through(
-    grad: torch.Tensor, weight: torch.Tensor, low_rank: LowRank | None, grad_h: torch.Tensor | None
+    grad: torch.Tensor, matrix: FrozenMatrix, low_rank: LowRank | None, grad_h: torch.Tensor | None
 ) -> torch.Tensor:
-    """grad weight + grad_h A: the gradient of a group's input from those of its output and h."""
+    """grad W + grad_h A: the gradient of a group's input from those of its output and h."""
     if low_rank is None or grad_h is None:
-        return grad @ weight
-    return (grad_h.flatten(1) @ low_rank.a).addmm_(grad, weight)
+        return matrix.back(grad)
+    return matrix.add_back(grad_h.flatten(1) @ low_rank.a, grad)
 
 
 def whole(output: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -13,9 +13,9 @@ from tinker_local.backend.options import DecoderName
 from tinker_local.backend.training.lora.lora import Target
 from tinker_local.backend.training.lora.lora_batch import LoraBatch
 from tinker_local.backend.training.model.attention import Segments
-from tinker_local.backend.training.parallel.large_weights import RESIDENT, Walk
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory, RecomputePolicy
+from tinker_local.backend.weights.large_weights import RESIDENT, Walk
 
 
 @dataclass(frozen=True, slots=True, eq=False)

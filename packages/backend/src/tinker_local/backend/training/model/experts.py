@@ -22,6 +22,7 @@ from tinker_local.backend.training.kernels import compat_torch
 from tinker_local.backend.training.kernels.grouped_products import RowGroups
 from tinker_local.backend.training.kernels.kernels import Kernels
 from tinker_local.backend.training.lora.lora_batch import LowRank, Owners
+from tinker_local.backend.weights.frozen_matrix import FrozenStack
 
 if TYPE_CHECKING:
     from tinker_local.backend.training.kernels.triton_experts import OwnedRows, TritonExperts
@@ -107,11 +108,11 @@ class ClampedGating:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """Of one layer: `gate_up` [E, 2 I, H], as `gating` has it; `down` [E, H, I]; biases [E, 2 I] and [E, H], or None.
-    Matrices may be transposed views."""
+    """Of one layer: `gate_up` [E, 2 I, H], as `gating` has it; `down` [E, H, I]; biases [E, 2 I] and [E, H], or
+    None."""
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: FrozenStack
+    down: FrozenStack
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     gating: Gating = SILU
@@ -176,7 +177,7 @@ def gate_and_up(
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """h [T, 2, R] of the adapters, and both projections [S, 2 I], of `x` [T, H]; the fused kernels add the low rank
     later."""
-    gate_up = routing.groups.multiply(kernels.spread(x, routing.places), weights.gate_up.transpose(1, 2))
+    gate_up = weights.gate_up.times(kernels.spread(x, routing.places), routing.groups)
     if weights.gate_up_bias is not None:
         gate_up += weights.gate_up_bias[routing.experts]
     if low_rank is None:
@@ -202,10 +203,10 @@ def down(
     """`mid` [T, 1, R] of the adapters, and the experts' output [T, H]. `gate_up` and `h`: of `gate_and_up`; `scores`
     [T, K]."""
     activated, mid = activate(gate_up, h, scores, routing, weights, low_gate_up, low_down, kernels)
-    of_pairs = routing.groups.multiply(activated, weights.down.transpose(1, 2))
+    of_pairs = weights.down.times(activated, routing.groups)
     output = kernels.weighted_sum(of_pairs, routing.places, scores)
     if weights.down_bias is not None:
-        shares = scores.new_zeros(len(scores), len(weights.down)).scatter_(1, routing.of_tokens, scores)
+        shares = scores.new_zeros(len(scores), weights.down.count).scatter_(1, routing.of_tokens, scores)
         output.addmm_(shares, weights.down_bias)
     if low_down is None or mid is None:
         return None, output
@@ -253,7 +254,7 @@ def experts_backward(
     overwrites what was kept."""
     groups, places = routing.groups, routing.places
     # By the activations, before the scores.
-    grad_activated = groups.multiply(kernels.spread(grad, places), weights.down)
+    grad_activated = weights.down.back(kernels.spread(grad, places), groups)
     grad_mid = None
     if low_down is not None:
         assert kept.mid is not None, "kept or recomputed before the backward"
@@ -281,7 +282,7 @@ def experts_backward(
     del grad_activated
     if weights.down_bias is not None:
         grad_scores += (grad @ weights.down_bias.T).gather(1, routing.of_tokens)
-    grad_x = kernels.weighted_sum(groups.multiply(grad_gate_up, weights.gate_up), places, None)
+    grad_x = kernels.weighted_sum(weights.gate_up.back(grad_gate_up, groups), places, None)
     if low_gate_up is not None and grad_h is not None:
         low_gate_up.write_a_gradient(grad_h, x)
         grad_x.addmm_(grad_h.flatten(1), low_gate_up.a)

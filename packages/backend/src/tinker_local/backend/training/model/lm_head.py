@@ -17,6 +17,7 @@ from tinker_local.backend.families.family import PLAIN_LOGITS, LogitRule
 from tinker_local.backend.training.kernels.kernels import Kernels
 from tinker_local.backend.training.lora.lora_batch import LowRank
 from tinker_local.backend.training.run.transfer import to_device
+from tinker_local.backend.weights.frozen_matrix import FrozenMatrix
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -52,10 +53,10 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LmHead:
-    """The output projection `weight` [V, H], with `bias` [V] if the family has one, and the family's `rule` for logits.
+    """The output projection `matrix` [V, H], with `bias` [V] if the family has one, and the family's `rule` for logits.
     `chunk_elements`: maximum number of logits in memory at once. `dtype`: of logprobs."""
 
-    weight: torch.Tensor
+    matrix: FrozenMatrix
     kernels: Kernels
     chunk_elements: int
     dtype: torch.dtype
@@ -127,7 +128,7 @@ class LmHead:
         if slope is not None:
             grad_logits *= slope
 
-        grad_x = grad_logits @ self.weight
+        grad_x = self.matrix.back(grad_logits)
         if part is not None and h is not None and low_rank is not None:
             grad_h = part.up_gradient(h, (grad_logits,))
             part.write_a_gradient(grad_h, x)
@@ -141,10 +142,10 @@ class LmHead:
         """Logits [C, V] of rows `x` [C, H]; the adapters' h; and their low rank for these rows, with its own memory for
         gradients."""
         if low_rank is None:
-            return self._with_rule(x @ self.weight.T), None, None
+            return self._with_rule(self.matrix.times(x)), None, None
         part = _with_own_gradients(low_rank.rows(chunk.rows))
         h = part.down(x)
-        return self._with_rule((h[:, 0] @ part.b[0].T).addmm_(x, self.weight.T)), h, part
+        return self._with_rule(self.matrix.add_times(h[:, 0] @ part.b[0].T, x)), h, part
 
     def _with_rule(self, logits: torch.Tensor) -> torch.Tensor:
         """Turn the projection's output into logits, in place."""
@@ -167,13 +168,13 @@ class LmHead:
 
     def _chunks(self, rows: Int64Array, targets: Targets, device: torch.device) -> Iterator[_Chunk]:
         """Split `rows` (ascending) into chunks, each with its targets."""
-        size = max(1, self.chunk_elements // len(self.weight))
+        size = max(1, self.chunk_elements // self.matrix.outputs)
         for start in range(0, len(rows), size):
             chunk = rows[start : start + size]
             first, stop = np.searchsorted(targets.rows, (chunk[0], chunk[-1] + 1))
             places = first + np.flatnonzero(np.isin(targets.rows[first:stop], chunk))
             local_rows, ids = np.searchsorted(chunk, targets.rows[places]), targets.ids[places]
-            _, same = np.unique(local_rows * len(self.weight) + ids, return_inverse=True)
+            _, same = np.unique(local_rows * self.matrix.outputs + ids, return_inverse=True)
             arrays = (chunk, places, local_rows, ids, same)
             yield _Chunk(places, *(to_device(array, device) for array in arrays))
 

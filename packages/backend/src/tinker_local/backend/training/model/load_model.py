@@ -19,10 +19,10 @@ from tinker_local.backend.training.model.decoders import make_decoder
 from tinker_local.backend.training.model.logit_rule import logit_rule
 from tinker_local.backend.training.model.vision_attention import use_packed_attention
 from tinker_local.backend.training.model.vision_tower import VisionTower
-from tinker_local.backend.training.parallel.large_weights import RESIDENT, LargeWeights
 from tinker_local.backend.training.parallel.shared_rows import ONE_HAS_ALL, RowRanks
 from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.weight_files import folder_of
+from tinker_local.backend.weights.large_weights import RESIDENT, LargeWeights
 from tinker_local.types import UnsupportedError
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES

@@ -17,6 +17,7 @@ from tinker_local.backend.training.lora.lora import Adapter, AdapterSlice, Targe
 from tinker_local.backend.training.lora.lora_batch import LoraBatch, whole
 from tinker_local.backend.training.model.decoders.autograd import AdaptedLinear
 from tinker_local.backend.training.run.block_memory import TowerSizes
+from tinker_local.backend.weights.frozen_matrix import matrix_of
 from torch.utils.checkpoint import checkpoint
 
 
@@ -35,6 +36,7 @@ class VisionTower:
         self._model, self._vision = model, vision
         self._tower = tower = model.get_submodule(vision.tower)
         self._by_module = {} if vision.frozen else tower_targets(tower, vision.tower)
+        self._matrices = {linear: matrix_of(linear) for linear in self._by_module}
         self.targets = list(self._by_module.values())
         self._groups = groups_of(self.targets)
         self._run: _Run | None = None
@@ -106,7 +108,9 @@ class VisionTower:
         patches = run.patches // len(x)  # a merger has one row for several patches
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()  # autograd skips what has no input to differentiate by
-        return AdaptedLinear.apply(x, linear.weight, linear.bias, low_rank.rows(slice(None, None, patches)), whole)
+        return AdaptedLinear.apply(
+            x, self._matrices[linear], linear.bias, low_rank.rows(slice(None, None, patches)), whole
+        )
 
     def _block(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._run is None or not torch.is_grad_enabled():

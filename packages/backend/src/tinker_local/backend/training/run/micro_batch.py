@@ -21,7 +21,6 @@ from tinker_local.backend.training.model.embedding import own_gradients, packed_
 from tinker_local.backend.training.model.lm_head import LmHead, Targets
 from tinker_local.backend.training.model.load_model import LoadedModel
 from tinker_local.backend.training.model.vision_tower import TowerPass
-from tinker_local.backend.training.parallel.large_weights import RESIDENT, Walk
 from tinker_local.backend.training.parallel.shared_rows import ONE_HAS_ALL, RowRanks
 from tinker_local.backend.training.run.block_memory import CPU_LOGITS, CUDA_LOGITS, attention_widths, exchange_bytes
 from tinker_local.backend.training.run.image_features import ImageFeatureCache
@@ -30,6 +29,8 @@ from tinker_local.backend.training.run.packing import Item, Packed, Part, pack, 
 from tinker_local.backend.training.run.recompute_policy import RecomputePolicy, free_bytes
 from tinker_local.backend.training.trainer import TrainWork
 from tinker_local.backend.training.trainer_config import TrainerConfig
+from tinker_local.backend.weights.frozen_matrix import matrix_of
+from tinker_local.backend.weights.large_weights import RESIDENT, Walk
 from tinker_local.types import ApiError, InvalidRequestError
 
 _PLANNED_SHARE = 0.9
@@ -91,7 +92,7 @@ class MicroBatchRunner:
         head = loaded.model.lm_head
         bias = None if head.bias is None else head.bias.detach()
         chunk = config.logit_chunk_elements or (CUDA_LOGITS if loaded.device.type == "cuda" else CPU_LOGITS)
-        self._head = LmHead(head.weight.detach(), loaded.kernels, chunk, self.float_dtype, bias, loaded.logit_rule)
+        self._head = LmHead(matrix_of(head), loaded.kernels, chunk, self.float_dtype, bias, loaded.logit_rule)
 
     @property
     def images_encoded(self) -> int:

@@ -16,8 +16,8 @@ from tinker_local.backend.training.model.decoders.packed_attention import attend
 from tinker_local.backend.training.model.decoders.transformers_delta_net import use_kernels_on_gpus_alone
 from tinker_local.backend.training.model.decoders.transformers_positions import check_positions
 from tinker_local.backend.training.model.decoders.written_out.layers import take_layers
-from tinker_local.backend.training.parallel.large_weights import RESIDENT, LargeWeights, entering
 from tinker_local.backend.training.parallel.shared_rows import ONE_HAS_ALL, RowRanks, share
+from tinker_local.backend.weights.large_weights import RESIDENT, LargeWeights, entering
 from tinker_local.types import UnsupportedError
 
 _SHORT, _LONGEST = 5, 64

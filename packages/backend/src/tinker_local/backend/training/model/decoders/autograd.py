@@ -31,9 +31,10 @@ from tinker_local.backend.training.model.decoders.packed_delta_net import is_del
 from tinker_local.backend.training.model.decoders.packed_experts import expert_targets, is_experts, packed_experts
 from tinker_local.backend.training.model.decoders.recomputed_norm import RecomputedNorm, is_norm
 from tinker_local.backend.training.model.decoders.transformers_positions import decoder_rotations
-from tinker_local.backend.training.parallel.large_weights import RESIDENT, LargeWeights, Walk
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory, Keep, LayerMemory, RecomputePolicy
+from tinker_local.backend.weights.frozen_matrix import FrozenMatrix, matrix_of
+from tinker_local.backend.weights.large_weights import RESIDENT, LargeWeights, Walk
 from tinker_local.types import LoraConfig, UnsupportedError
 from torch.utils.checkpoint import checkpoint
 
@@ -57,6 +58,7 @@ class AutogradDecoder:
     def __init__(self, modules: Any, path: str, lora: LoraNames, weights: LargeWeights = RESIDENT) -> None:
         attention_rules(modules, weights)  # raises if a layer does not use the registered function
         self._by_module = find_targets(modules, path, lora)
+        self._matrices = {linear: matrix_of(linear) for linear in self._by_module}
         self.targets = [target for targets in self._by_module.values() for target in targets]
         self._modules = modules
         self._run: _Run | None = None
@@ -151,11 +153,10 @@ class AutogradDecoder:
         return self._run.lora.group(target.group, target.index)
 
     def _linear(self, linear: Any, original: Callable[..., Any], x: torch.Tensor) -> Any:
-        low_rank = self._low_rank(linear)
-        if low_rank is None:
+        if self._run is None:
             return original(x)
-        heights = [target.outputs for target in self._by_module[linear]]
-        return AdaptedLinear.apply(x, linear.weight, linear.bias, low_rank, functools.partial(_rows, heights))
+        parts = functools.partial(_rows, [target.outputs for target in self._by_module[linear]])
+        return AdaptedLinear.apply(x, self._matrices[linear], linear.bias, self._low_rank(linear), parts)
 
     def _delta(
         self, net: Any, original: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **rest: Any
@@ -169,7 +170,7 @@ class AutogradDecoder:
             return original(x)
         down = mlp.down_proj
         return GatedDown.apply(
-            mlp.gate_proj(x), mlp.up_proj(x), mlp.act_fn, down.weight, down.bias, self._low_rank(down)
+            mlp.gate_proj(x), mlp.up_proj(x), mlp.act_fn, self._matrices[down], down.bias, self._low_rank(down)
         )
 
     def _experts(
@@ -319,20 +320,26 @@ def _rows(heights: list[int], output: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 class AdaptedLinear(torch.autograd.Function):
-    """x weight^T + bias + low rank. The backward writes the adapters' gradients to `LowRank`, outside autograd."""
+    """x W^T + bias + low rank. The backward writes the adapters' gradients to `LowRank`, outside autograd."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, low_rank: LowRank, parts: Parts
+        ctx: Any,
+        x: torch.Tensor,
+        matrix: FrozenMatrix,
+        bias: torch.Tensor | None,
+        low_rank: LowRank | None,
+        parts: Parts,
     ) -> torch.Tensor:
         rows = x.detach().flatten(0, -2)
-        h, output = project(rows, weight, bias, low_rank, parts)
-        ctx.save_for_backward(rows, weight, h)
-        ctx.low_rank, ctx.parts = low_rank, parts
+        h, output = project(rows, matrix, bias, low_rank, parts)
+        if low_rank is not None:
+            ctx.save_for_backward(rows, h)
+        ctx.matrix, ctx.low_rank, ctx.parts = matrix, low_rank, parts
         return output.unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weight, h = ctx.saved_tensors
-        grad_rows = project_backward(grad.flatten(0, -2), rows, weight, ctx.low_rank, h, ctx.parts)
+        rows, h = ctx.saved_tensors or (grad, None)
+        grad_rows = project_backward(grad.flatten(0, -2), rows, ctx.matrix, ctx.low_rank, h, ctx.parts)
         return grad_rows.unflatten(0, grad.shape[:-1]), None, None, None, None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from tinker_local.backend.training.lora.lora_batch import LowRank, project, through, whole
+from tinker_local.backend.weights.frozen_matrix import FrozenMatrix
 
 _ROWS = 2048
 """Rows whose product, or gradient of it, is in memory at a time; enough to keep a GPU busy."""
@@ -31,7 +32,7 @@ def is_gated(mlp: Any) -> bool:
 
 
 class GatedDown(torch.autograd.Function):
-    """act(gate) * up through `weight` [H, I], `bias` and the adapters. `gate`, `up` [1, T, I]; returns [1, T, H]. The
+    """act(gate) * up through `matrix` [H, I], `bias` and the adapters. `gate`, `up` [1, T, I]; returns [1, T, H]. The
     backward overwrites `gate` and `up`, and writes the adapters' gradients to `LowRank`, outside autograd."""
 
     @staticmethod
@@ -40,30 +41,30 @@ class GatedDown(torch.autograd.Function):
         gate: torch.Tensor,
         up: torch.Tensor,
         act: Callable[[torch.Tensor], torch.Tensor],
-        weight: torch.Tensor,
+        matrix: FrozenMatrix,
         bias: torch.Tensor | None,
         low_rank: LowRank | None,
     ) -> torch.Tensor:
-        found = gate.new_empty(*gate.shape[:-1], len(weight))
+        found = gate.new_empty(*gate.shape[:-1], matrix.outputs)
         output, hs = found.flatten(0, -2), list[torch.Tensor]()
         for part, gate_rows, up_rows in _parts(gate, up):
             of_rows = None if low_rank is None else low_rank.rows(part)
-            h_rows, output[part] = project(act(gate_rows) * up_rows, weight, bias, of_rows, whole)
+            h_rows, output[part] = project(act(gate_rows) * up_rows, matrix, bias, of_rows, whole)
             if h_rows is not None:
                 hs.append(h_rows)
         h = torch.cat(hs) if hs else None
-        ctx.save_for_backward(gate, up, weight, h)
-        ctx.act, ctx.low_rank = act, low_rank
+        ctx.save_for_backward(gate, up, h)
+        ctx.act, ctx.matrix, ctx.low_rank = act, matrix, low_rank
         return found
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gate, up, weight, h = ctx.saved_tensors
+        gate, up, h = ctx.saved_tensors
         low_rank, rows = ctx.low_rank, grad.flatten(0, -2)
         grad_h = None if low_rank is None else low_rank.up_gradient(h, (rows,))
         for part, gate_rows, up_rows, grad_rows in _parts(gate, up, rows):
             of_rows = None if grad_h is None else grad_h[part]
-            product = through(grad_rows, weight, low_rank, of_rows)  # its gradient, until `_overwrite`
+            product = through(grad_rows, ctx.matrix, low_rank, of_rows)  # its gradient, until `_overwrite`
             _overwrite(ctx.act, gate_rows, up_rows, product)
             if low_rank is not None and of_rows is not None:
                 (low_rank.add_a_gradient if part.start else low_rank.write_a_gradient)(of_rows, product)

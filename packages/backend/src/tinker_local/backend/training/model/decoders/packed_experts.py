@@ -20,11 +20,14 @@ from tinker_local.backend.training.model.experts import (
     experts_backward,
     gate_and_up,
 )
+from tinker_local.backend.weights.frozen_matrix import DenseStack
+from tinker_local.backend.weights.joined_names import EXPERTS_DOWN, EXPERTS_GATE_UP
 
 _KERNELS = TorchKernels()
 
 
-_MATRICES, _BIASES = {"gate_up_proj", "down_proj"}, {"gate_up_proj_bias", "down_proj_bias"}
+_MATRICES = {EXPERTS_GATE_UP, EXPERTS_DOWN}
+_BIASES = {f"{name}_bias" for name in _MATRICES}
 
 
 def weights_of(module: Any) -> ExpertWeights | None:
@@ -32,13 +35,13 @@ def weights_of(module: Any) -> ExpertWeights | None:
     found = {name: weight.detach() for name, weight in module.named_parameters(recurse=False)}
     if found.keys() not in (_MATRICES, _MATRICES | _BIASES) or any(found[name].dim() != 3 for name in _MATRICES):
         return None
-    biases = found.get("gate_up_proj_bias"), found.get("down_proj_bias")
+    biases = found.get(f"{EXPERTS_GATE_UP}_bias"), found.get(f"{EXPERTS_DOWN}_bias")
     gating = ClampedGating(module.alpha, module.limit) if hasattr(module, "limit") else SILU
-    gate_up, down = found["gate_up_proj"], found["down_proj"]
+    gate_up, down = found[EXPERTS_GATE_UP], found[EXPERTS_DOWN]
     for _ in range(2):
         count, height, hidden = gate_up.shape
         if down.shape == (count, hidden, height // 2):
-            return ExpertWeights(gate_up, down, *biases, gating)
+            return ExpertWeights(DenseStack(gate_up), DenseStack(down), *biases, gating)
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     return None
 
@@ -50,12 +53,12 @@ def is_experts(module: Any) -> bool:
     weights = weights_of(module)
     if weights is None:
         return False
-    weight, (count, _, hidden) = weights.gate_up, weights.gate_up.shape
-    if weight.is_meta:
+    gate_up, place = weights.gate_up, {"dtype": weights.gate_up.dtype, "device": weights.gate_up.device}
+    if gate_up.device.type == "meta":
         return True
-    x = torch.linspace(-2, 2, 2 * hidden, dtype=weight.dtype, device=weight.device).view(2, -1)
-    experts = torch.tensor([[0, count - 1], [count - 1, 0]], device=weight.device)
-    scores = torch.tensor([[0.75, 0.25], [0.5, 0.5]], dtype=weight.dtype, device=weight.device)
+    x = torch.linspace(-2, 2, 2 * gate_up.inputs, **place).view(2, -1)
+    experts = torch.tensor([[0, gate_up.count - 1], [gate_up.count - 1, 0]], device=gate_up.device)
+    scores = torch.tensor([[0.75, 0.25], [0.5, 0.5]], **place)
     ours = packed_experts(module, x, experts, scores, None, None)
     theirs = module(x, experts, scores)
     return bool((ours - theirs).norm() <= 0.02 * theirs.norm())
@@ -81,7 +84,7 @@ def expert_targets(path: str, group: str, index: int, module: Any, names: Expert
     `group`.gate_up, down in `group`.down."""
     weights = weights_of(module)
     assert weights is not None
-    count, hidden, width = weights.down.shape
+    count, hidden, width = weights.down.count, weights.down.outputs, weights.down.inputs
     return [
         Target(f"{path}.{names.gate}", f"{group}.gate_up", names.gate, index, hidden, width, "mlp", count, "A"),
         Target(f"{path}.{names.up}", f"{group}.gate_up", names.up, index, hidden, width, "mlp", count, "A"),
@@ -116,7 +119,7 @@ class _Experts(torch.autograd.Function):
         low_down: LowRank | None,
     ) -> torch.Tensor:
         x, scores = x.detach(), scores.detach()
-        routing = Routing.of(experts, len(weights.down), None, _KERNELS)
+        routing = Routing.of(experts, weights.down.count, None, _KERNELS)
         h, gate_up = gate_and_up(x, routing, weights, low_gate_up, _KERNELS)
         mid, output = down(gate_up, h, scores, routing, weights, low_gate_up, low_down, _KERNELS)
         places = routing.of_tokens, routing.order, routing.places, routing.bounds

@@ -24,6 +24,8 @@ from tinker_local.backend.training.model.decoders.written_out.block import (
 )
 from tinker_local.backend.training.rotations import constant_row
 from tinker_local.backend.training.run.block_memory import BlockMemory, attention_memory
+from tinker_local.backend.weights.frozen_matrix import FrozenMatrix, matrix_of
+from tinker_local.backend.weights.joined_names import QKV
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,11 +37,11 @@ class AttentionBlock:
     index: int
     norm: torch.Tensor
     epsilon: float
-    qkv: torch.Tensor
+    qkv: FrozenMatrix
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    output: torch.Tensor
+    output: FrozenMatrix
     output_bias: torch.Tensor | None
     heads: int
     kv_heads: int
@@ -64,9 +66,9 @@ class AttentionBlock:
         """Make the block from transformers' modules `norm` and `attention` (at `path`), which attends by `rule`. Joins
         matrices: the modules' own parameters become views."""
         weight, epsilon = norm_weight(norm)
-        qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+        qkv = QKV.modules(attention)
         kv_width = attention.k_proj.out_features
-        groups = {"qkv": ("q_proj", "k_proj", "v_proj"), "output": ("o_proj",)}
+        groups = {"qkv": QKV.parts, "output": ("o_proj",)}
         return cls(
             index=index,
             norm=weight,
@@ -75,7 +77,7 @@ class AttentionBlock:
             qkv_bias=None if qkv[0].bias is None else concatenated([module.bias.detach() for module in qkv]),
             q_norm=_weight(attention, "q_norm"),
             k_norm=_weight(attention, "k_norm"),
-            output=attention.o_proj.weight.detach(),
+            output=matrix_of(attention.o_proj),
             output_bias=None if attention.o_proj.bias is None else attention.o_proj.bias.detach(),
             heads=attention.o_proj.in_features // attention.head_dim,
             kv_heads=kv_width // attention.head_dim,
@@ -104,7 +106,7 @@ class AttentionBlock:
     def rotated(self, context: RowContext) -> tuple[torch.Tensor, torch.Tensor]:
         """Query and key [T, D] of the first head where the projections give `constant_row`."""
         q_norm, k_norm = (None if weight is None else torch.ones_like(weight) for weight in (self.q_norm, self.k_norm))
-        row = torch.from_numpy(constant_row(len(self.qkv), self.head_size)).to(self.qkv.device, self.qkv.dtype)
+        row = torch.from_numpy(constant_row(self.qkv.outputs, self.head_size)).to(self.qkv.device, self.qkv.dtype)
         qkv = row.expand(sum(context.segments.lengths), -1).contiguous()
         query, key, _ = AttentionPass(replace(self, q_norm=q_norm, k_norm=k_norm), context, qkv).query_key_value(qkv)
         return query[:, 0], key[:, 0]

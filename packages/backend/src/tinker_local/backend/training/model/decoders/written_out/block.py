@@ -14,6 +14,7 @@ from tinker_local.backend.training.lora.lora import Target
 from tinker_local.backend.training.lora.lora_batch import LoraBatch
 from tinker_local.backend.training.model.attention import Segments
 from tinker_local.backend.training.run.block_memory import BlockMemory
+from tinker_local.backend.weights.frozen_matrix import DenseMatrix, FrozenMatrix
 
 Kept = TypeVar("Kept")
 
@@ -98,15 +99,15 @@ class NormAfter:
         return kernels.rms_norm_backward(grad, update, self.weight, self.epsilon, None)
 
 
-def joined(modules: Sequence[torch.nn.Linear]) -> torch.Tensor:
-    """Concatenate the modules' weights by rows; the modules' parameters become views of the result."""
+def joined(modules: Sequence[torch.nn.Linear]) -> FrozenMatrix:
+    """The modules' matrices, one below the other; the modules' parameters become views of it."""
     matrix = concatenated([module.weight.detach() for module in modules])
     start = 0
     for module in modules:
         rows = module.weight.shape[0]
         module.weight = torch.nn.Parameter(matrix[start : start + rows], requires_grad=False)
         start += rows
-    return matrix
+    return DenseMatrix(matrix)
 
 
 def concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -16,6 +16,8 @@ from tinker_local.backend.training.lora.lora import Target
 from tinker_local.backend.training.lora.lora_batch import project, project_backward, project_onto, whole
 from tinker_local.backend.training.model.decoders.written_out.block import RowContext, joined, norm_weight, present
 from tinker_local.backend.training.run.block_memory import BlockMemory
+from tinker_local.backend.weights.frozen_matrix import FrozenMatrix, matrix_of
+from tinker_local.backend.weights.joined_names import BA, QKVZ
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,9 +28,9 @@ class DeltaBlock:
     index: int
     norm: torch.Tensor
     epsilon: float
-    qkvz: torch.Tensor
-    ba: torch.Tensor
-    output: torch.Tensor
+    qkvz: FrozenMatrix
+    ba: FrozenMatrix
+    output: FrozenMatrix
     rule: DeltaRule
     targets: tuple[Target, ...]
 
@@ -51,9 +53,9 @@ class DeltaBlock:
             index=index,
             norm=weight,
             epsilon=epsilon,
-            qkvz=joined([net.in_proj_qkv, net.in_proj_z]),
-            ba=joined([net.in_proj_b, net.in_proj_a]),
-            output=net.out_proj.weight.detach(),
+            qkvz=joined(QKVZ.modules(net)),
+            ba=joined(BA.modules(net)),
+            output=matrix_of(net.out_proj),
             rule=DeltaRule.of(net),
             # In the order of transformers' modules, in which the same seed draws the same A in every decoder.
             targets=(Target.of(f"{path}.out_proj", "delta.output", index, net.out_proj, "attn"), *inputs),
@@ -65,7 +67,7 @@ class DeltaBlock:
 
     def memory(self, tokens: int, columns: int, itemsize: int) -> BlockMemory:
         """Kept: the projections of the input, what `mix` made of them, and the adapters' h."""
-        widths = len(self.qkvz) + len(self.ba) + self.output.shape[1]
+        widths = self.qkvz.outputs + self.ba.outputs + self.output.inputs
         kept = tokens * (widths + 5 * columns) * itemsize
         return BlockMemory(lean=kept, large=0, transient=2 * kept + transient_bytes(tokens, self.rule))
 
@@ -75,8 +77,8 @@ class DeltaBlock:
 
     def inputs(self, qkvz: torch.Tensor, ba: torch.Tensor) -> MixInputs:
         """The joined outputs as what `mix` takes."""
-        z = self.output.shape[1]
-        return MixInputs(*qkvz.split([len(self.qkvz) - z, z], dim=-1), *ba.chunk(2, dim=-1))
+        z = self.output.inputs
+        return MixInputs(*qkvz.split([self.qkvz.outputs - z, z], dim=-1), *ba.chunk(2, dim=-1))
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +124,7 @@ class DeltaPass:
         low_rank = c.lora.group("delta.qkvz", block.index)
         grad_qkvz = torch.cat([qkv, z], dim=-1)
         grad_n = project_backward(grad_qkvz, n, block.qkvz, low_rank, self.h_qkvz, block.parts)
-        grad_n.addmm_(torch.cat([b, a], dim=-1), block.ba)
+        block.ba.add_back(grad_n, torch.cat([b, a], dim=-1))
         return c.kernels.rms_norm_backward(grad_n, self.x, block.norm, block.epsilon, grad)
 
     def _mix(self) -> None:
@@ -130,5 +132,5 @@ class DeltaPass:
         n = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
         low_rank = c.lora.group("delta.qkvz", block.index)
         self.h_qkvz, self.qkvz = project(n, block.qkvz, None, low_rank, block.parts)
-        self.ba = n @ block.ba.T
+        self.ba = block.ba.times(n)
         self.mixed = mix(block.inputs(self.qkvz, self.ba), c.segments, block.rule)

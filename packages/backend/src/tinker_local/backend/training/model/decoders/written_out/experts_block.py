@@ -27,6 +27,7 @@ from tinker_local.backend.training.model.experts import (
     gate_and_up,
 )
 from tinker_local.backend.training.run.block_memory import BlockMemory, experts_memory
+from tinker_local.backend.weights.frozen_matrix import matrix_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +52,7 @@ class ExpertsBlock:
         weight, epsilon = norm_weight(norm)
         shared = None
         if hasattr(mlp, "shared_expert"):
-            scale = mlp.shared_expert_gate.weight.detach()
+            scale = matrix_of(mlp.shared_expert_gate)
             shared = MlpBlock.take(index, f"{path}.shared_expert", norm, mlp.shared_expert, "shared_expert", scale)
         weights = weights_of(mlp.experts)
         assert weights is not None
@@ -75,8 +76,9 @@ class ExpertsBlock:
 
     def memory(self, tokens: int, columns: int, itemsize: int) -> BlockMemory:
         """See `Block.memory`."""
-        _, hidden, width = self.weights.down.shape
-        sizes = {"chosen": self.chosen, "hidden": hidden, "width": width, "widths": self.weights.gating.widths}
+        down = self.weights.down
+        widths = self.weights.gating.widths
+        sizes = {"chosen": self.chosen, "hidden": down.outputs, "width": down.inputs, "widths": widths}
         routed = experts_memory(tokens, columns, itemsize, **sizes)
         return routed if self.shared is None else routed.beside(self.shared.memory(tokens, columns, itemsize))
 
@@ -134,9 +136,9 @@ class ExpertsPass:
         """Add to `grad_m` [T, H] what reaches `m` through the router, from the gradient of its scores [T, K]."""
         block = self.block
         if block.softmax:
-            experts, count = present(self.routing).of_tokens, len(block.weights.down)
+            experts, count = present(self.routing).of_tokens, block.weights.down.count
             grad_logits = chosen_softmax_backward(grad_scores, present(self.scores), experts, count)
-            grad_m.addmm_(grad_logits, block.router.weight)
+            matrix_of(block.router).add_back(grad_m, grad_logits)
             return
         with torch.enable_grad():
             leaf = m.detach().requires_grad_()
@@ -150,7 +152,7 @@ class ExpertsPass:
         if self.routing is None or self.scores is None:
             _, self.scores, experts = block.router(m)
             owners = None if low_rank is None else low_rank.owners
-            self.routing = Routing.of(experts, len(block.weights.down), owners, c.kernels)
+            self.routing = Routing.of(experts, block.weights.down.count, owners, c.kernels)
         self.h, self.gate_up = gate_and_up(m, self.routing, block.weights, low_rank, c.kernels)
         return self.routing, self.scores, self.gate_up
 

@@ -28,10 +28,10 @@ from tinker_local.backend.training.model.decoders.written_out.block import (
 from tinker_local.backend.training.model.decoders.written_out.delta_block import DeltaBlock
 from tinker_local.backend.training.model.decoders.written_out.experts_block import ExpertsBlock
 from tinker_local.backend.training.model.decoders.written_out.mlp_block import MlpBlock
-from tinker_local.backend.training.parallel.large_weights import RESIDENT, LargeWeights, Walk
 from tinker_local.backend.training.rotations import Rotations, rotation
 from tinker_local.backend.training.run.block_memory import decoder_memory
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory, Keep, RecomputePolicy
+from tinker_local.backend.weights.large_weights import RESIDENT, LargeWeights, Walk
 from tinker_local.types import UnsupportedError
 
 Layer = Sequence[Block]

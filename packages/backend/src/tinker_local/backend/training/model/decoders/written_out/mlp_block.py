@@ -22,6 +22,8 @@ from tinker_local.backend.training.model.decoders.written_out.block import (
     present,
 )
 from tinker_local.backend.training.run.block_memory import BlockMemory, mlp_memory
+from tinker_local.backend.weights.frozen_matrix import FrozenMatrix, matrix_of
+from tinker_local.backend.weights.joined_names import GATE_UP
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,11 +34,11 @@ class MlpBlock:
     index: int
     norm: torch.Tensor
     epsilon: float
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: FrozenMatrix
+    down: FrozenMatrix
     targets: tuple[Target, ...]
     kind: str = "mlp"
-    scale: torch.Tensor | None = None
+    scale: FrozenMatrix | None = None
     activation: Activation = "silu"
     after: NormAfter | None = None
 
@@ -48,20 +50,20 @@ class MlpBlock:
         norm: Any,
         mlp: Any,
         kind: str = "mlp",
-        scale: torch.Tensor | None = None,
+        scale: FrozenMatrix | None = None,
         activation: Activation = "silu",
         after: NormAfter | None = None,
     ) -> "MlpBlock":
         """Make the block from transformers' modules `norm` and `mlp` (at `path`). Joins gate and up: the modules' own
         parameters become views."""
         weight, epsilon = norm_weight(norm)
-        groups = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+        groups = {"gate_up": GATE_UP.parts, "down": ("down_proj",)}
         return cls(
             index=index,
             norm=weight,
             epsilon=epsilon,
-            gate_up=joined([mlp.gate_proj, mlp.up_proj]),
-            down=mlp.down_proj.weight.detach(),
+            gate_up=joined(GATE_UP.modules(mlp)),
+            down=matrix_of(mlp.down_proj),
             targets=tuple(
                 Target.of(f"{path}.{name}", f"{kind}.{group}", index, getattr(mlp, name), "mlp")
                 for group, names in groups.items()
@@ -79,7 +81,7 @@ class MlpBlock:
 
     def memory(self, tokens: int, columns: int, itemsize: int) -> BlockMemory:
         """See `Block.memory`."""
-        found = mlp_memory(tokens, columns, itemsize, intermediate=len(self.gate_up) // 2)
+        found = mlp_memory(tokens, columns, itemsize, intermediate=self.gate_up.outputs // 2)
         return found if self.after is None else found.with_norm_after(tokens * len(self.norm) * itemsize)
 
 
@@ -141,7 +143,7 @@ class MlpPass:
         low_rank = c.lora.group(f"{block.kind}.gate_up", block.index)
         grad_m = project_backward(grad_gate_up, m, block.gate_up, low_rank, self.h_gate_up, _halves)
         if grad_g is not None and block.scale is not None:
-            grad_m.addmm_(grad_g, block.scale)
+            block.scale.add_back(grad_m, grad_g)
         return c.kernels.rms_norm_backward(grad_m, self.x, block.norm, block.epsilon, grad if onto is None else onto)
 
     def _gate_up(self) -> torch.Tensor:
@@ -150,7 +152,7 @@ class MlpPass:
         low_rank = c.lora.group(f"{block.kind}.gate_up", block.index)
         self.h_gate_up, self.gate_up = project(m, block.gate_up, None, low_rank, _halves)
         if block.scale is not None:
-            self.s = (m @ block.scale.T).sigmoid()
+            self.s = block.scale.times(m).sigmoid()
         return self.gate_up
 
     def _active(self, gate_up: torch.Tensor) -> torch.Tensor:

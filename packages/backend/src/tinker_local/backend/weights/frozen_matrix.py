@@ -1,0 +1,160 @@
+"""Matrices of the frozen base model. What needs a product with one asks it for that, and does not see its numbers.
+
+So a matrix may be stored in any way: in a tensor of its own, as a part of a joined one, in memory that ranks fill in
+turn (`walk.py`), and what a later kind brings. `W` is what transformers calls `weight`: [out, in].
+
+Legend: T rows, S rows sorted by group, E groups (experts).
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class FrozenMatrix(Protocol):
+    """W [out, in], which never changes and needs no gradient. Inputs and results have its dtype."""
+
+    @property
+    def outputs(self) -> int:
+        """out."""
+
+    @property
+    def inputs(self) -> int:
+        """in."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of inputs and results, however W is stored."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        """x W^T: [T, in] -> [T, out]."""
+
+    def times_plus(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """given + x W^T, in new memory. `given` [T, out], or a bias [out]."""
+
+    def add_times(self, onto: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """`onto` [T, out], to which x W^T has been added in place."""
+
+    def back(self, grad: torch.Tensor) -> torch.Tensor:
+        """grad W: [T, out] -> [T, in], the gradient of x from that of x W^T."""
+
+    def add_back(self, onto: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """`onto` [T, in], to which grad W has been added in place."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseMatrix:
+    """A `FrozenMatrix` that is a tensor `weight` [out, in]."""
+
+    weight: torch.Tensor
+
+    @property
+    def outputs(self) -> int:
+        return len(self.weight)
+
+    @property
+    def inputs(self) -> int:
+        return int(self.weight.shape[1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+    def times_plus(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(given, x, self.weight.T)
+
+    def add_times(self, onto: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return onto.addmm_(x, self.weight.T)
+
+    def back(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad @ self.weight
+
+    def add_back(self, onto: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return onto.addmm_(grad, self.weight)
+
+
+def matrix_of(module: torch.nn.Linear) -> FrozenMatrix:
+    """That of a Linear module, whose numbers it shares."""
+    return DenseMatrix(module.weight.detach())
+
+
+class GroupedProduct(Protocol):
+    """Multiplies each row by the matrix of its group, as `kernels/grouped_products.py` does."""
+
+    def multiply(self, x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        """x [S, in] and `matrices` [E, in, out]: [S, out]."""
+
+
+class FrozenStack(Protocol):
+    """E matrices W_e [out, in] of experts. A row is multiplied by that of its group."""
+
+    @property
+    def count(self) -> int:
+        """E."""
+
+    @property
+    def outputs(self) -> int:
+        """out."""
+
+    @property
+    def inputs(self) -> int:
+        """in."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of inputs and results."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+
+    def times(self, x: torch.Tensor, groups: GroupedProduct) -> torch.Tensor:
+        """x W_e^T for the rows of group e: [S, in] -> [S, out]."""
+
+    def back(self, grad: torch.Tensor, groups: GroupedProduct) -> torch.Tensor:
+        """grad W_e for the rows of group e: [S, out] -> [S, in]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseStack:
+    """A `FrozenStack` that is a tensor `weights` [E, out, in], which may be a transposed view."""
+
+    weights: torch.Tensor
+
+    @property
+    def count(self) -> int:
+        return len(self.weights)
+
+    @property
+    def outputs(self) -> int:
+        return int(self.weights.shape[1])
+
+    @property
+    def inputs(self) -> int:
+        return int(self.weights.shape[2])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.device
+
+    def times(self, x: torch.Tensor, groups: GroupedProduct) -> torch.Tensor:
+        return groups.multiply(x, self.weights.transpose(1, 2))
+
+    def back(self, grad: torch.Tensor, groups: GroupedProduct) -> torch.Tensor:
+        return groups.multiply(grad, self.weights)

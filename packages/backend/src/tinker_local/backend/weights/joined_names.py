@@ -1,0 +1,32 @@
+"""Which matrices of a layer are one, here and in vLLM: those that read the same input, one below the other.
+
+vLLM's layout is ours, so that both can read the same memory: `tests/families/test_joined_names.py` compares them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """`parts`: transformers' modules, from the top. `vllm`: the module of vLLM that has all of them."""
+
+    parts: tuple[str, ...]
+    vllm: str
+
+    def modules(self, parent: Any) -> list[Any]:
+        """The parts of transformers' module `parent`."""
+        return [getattr(parent, name) for name in self.parts]
+
+
+QKV = Joined(("q_proj", "k_proj", "v_proj"), "qkv_proj")
+GATE_UP = Joined(("gate_proj", "up_proj"), "gate_up_proj")
+QKVZ = Joined(("in_proj_qkv", "in_proj_z"), "in_proj_qkvz")
+BA = Joined(("in_proj_b", "in_proj_a"), "in_proj_ba")
+
+EXPERTS_GATE_UP, EXPERTS_DOWN = "gate_up_proj", "down_proj"
+"""transformers' parameters of all experts of a layer, [E, 2 I, H] and [E, H, I] (or transposed, see `Experts`)."""
+
+OF_VLLM: Mapping[str, str] = {EXPERTS_GATE_UP: "w13_weight", EXPERTS_DOWN: "w2_weight"}
+"""vLLM's names of these, [E, 2 I, H] and [E, H, I]."""
