@@ -159,7 +159,7 @@ def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any], *, pa
     import torch
     from tinker_local.backend.training.kernels.choose_kernels import kernels_for
     from tinker_local.backend.training.model.experts import SILU, ClampedGating, ExpertWeights, Routing
-    from tinker_local.backend.weights.frozen_matrix import DenseStack
+    from tinker_local.backend.weights.dense import DenseStack
 
     device, dtype = timing.device(), torch.bfloat16 if timing.device() == "cuda" else torch.float32
     count, chosen = config.get("num_local_experts", config.get("num_experts")), config["num_experts_per_tok"]

@@ -232,7 +232,7 @@ class Merged:
 @pytest.mark.mutation(
     "router-without-gradient-written-out",
     "ExpertsPass._add_gradient_by_scores",
-    "matrix_of(block.router).add_back(grad_m, grad_logits)",
+    "block.routing.add_back(grad_m, grad_logits)",
     "grad_m.add_(0)",
     cases=("qwen3_moe-written-out", "gpt_oss-written-out"),
 )

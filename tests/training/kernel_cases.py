@@ -21,7 +21,7 @@ from tinker_local.backend.training.model.experts import (
     experts_backward,
     gate_and_up,
 )
-from tinker_local.backend.weights.frozen_matrix import DenseStack
+from tinker_local.backend.weights.dense import DenseStack
 from tinker_local.types import LoraConfig
 
 SHAPES = [

@@ -209,8 +209,8 @@ def test_joined_weights_are_the_models_own(model_path: Any) -> None:
     decoder: Any = loaded.decoder
     layer, (attention, mlp) = loaded.model.model.layers[0], decoder.layers[0]
     for joined, modules in (
-        (attention.qkv, (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)),
-        (mlp.gate_up, (layer.mlp.gate_proj, layer.mlp.up_proj)),
+        (attention.qkv.weight, (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)),
+        (mlp.gate_up.weight, (layer.mlp.gate_proj, layer.mlp.up_proj)),
     ):
         assert torch.equal(joined, torch.cat([module.weight for module in modules]))
         assert modules[0].weight.data_ptr() == joined.data_ptr()

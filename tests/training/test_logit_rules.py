@@ -12,7 +12,7 @@ from tinker_local.backend.families.family import LogitRule
 from tinker_local.backend.training.kernels.kernels import TorchKernels
 from tinker_local.backend.training.model.lm_head import LmHead, Targets
 from tinker_local.backend.training.model.logit_rule import logit_rule
-from tinker_local.backend.weights.frozen_matrix import DenseMatrix, matrix_of
+from tinker_local.backend.weights.dense import DenseMatrix, dense
 from tinker_local.types import UnsupportedError
 
 ROWS, HIDDEN, VOCABULARY = 11, 6, 23
@@ -93,7 +93,7 @@ def test_logprobs_of_the_hidden_states_are_those_of_transformers_whole_model(mod
         hidden = model.get_submodule("model")(input_ids=tokens, use_cache=False).last_hidden_state[0]
         wanted = model(input_ids=tokens, use_cache=False).logits[0].log_softmax(-1)
     rule = logit_rule(model, family_of(model_type, "tiny"), "tiny")
-    head = LmHead(matrix_of(model.lm_head), TorchKernels(), 10**6, torch.float32, model.lm_head.bias, rule)
+    head = LmHead(dense([model.lm_head]), TorchKernels(), 10**6, torch.float32, model.lm_head.bias, rule)
     rows, ids = np.repeat(np.arange(ROWS), VOCABULARY), np.tile(np.arange(VOCABULARY), ROWS)
     everything = Targets(rows, ids, np.ones(len(rows), bool), np.zeros(len(rows), bool))
     found = head.logprobs(hidden, everything, None).view(ROWS, VOCABULARY)

@@ -17,9 +17,9 @@ class TrainerConfig:
     `logit_chunk_elements`: maximum number of logits in memory at once (None: 2^28 on CUDA, 2^26 elsewhere).
     `image_cache_bytes`: limit for image features cached on the device. `module_gradient_norms`: `optim_step` also
     reports the norm of each module. `decoder`: runs the layers; "auto" means "written-out" if it supports them, else
-    "autograd". `shards`: how many ranks, in a row, hold one copy of the layers and of an untied LM head together, each
-    a part; 1: all are whole on each. `context_parallel`: how many ranks, in a row, share each micro-batch, which then
-    has as many times `micro_batch_tokens`.
+    "autograd". `weights`: the kind of frozen matrices, of `weights/kinds.py`. `shards`: how many ranks, in a row, hold
+    one copy of the layers and of an untied LM head together, each a part; 1: all are whole on each. `context_parallel`:
+    how many ranks, in a row, share each micro-batch, which then has as many times `micro_batch_tokens`.
     """
 
     model: str
@@ -34,5 +34,6 @@ class TrainerConfig:
     image_cache_bytes: int = 2**28
     module_gradient_norms: bool = False
     decoder: DecoderChoice = "auto"
+    weights: str = "dense"
     shards: int = 1
     context_parallel: int = 1

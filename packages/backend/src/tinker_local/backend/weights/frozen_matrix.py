@@ -6,7 +6,7 @@ turn (`walk.py`), and what a later kind brings. `W` is what transformers calls `
 Legend: T rows, S rows sorted by group, E groups (experts).
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -47,47 +47,8 @@ class FrozenMatrix(Protocol):
         """`onto` [T, in], to which grad W has been added in place."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DenseMatrix:
-    """A `FrozenMatrix` that is a tensor `weight` [out, in]."""
-
-    weight: torch.Tensor
-
-    @property
-    def outputs(self) -> int:
-        return len(self.weight)
-
-    @property
-    def inputs(self) -> int:
-        return int(self.weight.shape[1])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.weight.device
-
-    def times(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight.T
-
-    def times_plus(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(given, x, self.weight.T)
-
-    def add_times(self, onto: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return onto.addmm_(x, self.weight.T)
-
-    def back(self, grad: torch.Tensor) -> torch.Tensor:
-        return grad @ self.weight
-
-    def add_back(self, onto: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        return onto.addmm_(grad, self.weight)
-
-
-def matrix_of(module: torch.nn.Linear) -> FrozenMatrix:
-    """That of a Linear module, whose numbers it shares."""
-    return DenseMatrix(module.weight.detach())
+MakeMatrix = Callable[[Sequence[torch.nn.Linear]], FrozenMatrix]
+"""Makes one matrix of those of Linear modules that read the same input, one below the other, without their biases."""
 
 
 class GroupedProduct(Protocol):
@@ -125,36 +86,3 @@ class FrozenStack(Protocol):
 
     def back(self, grad: torch.Tensor, groups: GroupedProduct) -> torch.Tensor:
         """grad W_e for the rows of group e: [S, out] -> [S, in]."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DenseStack:
-    """A `FrozenStack` that is a tensor `weights` [E, out, in], which may be a transposed view."""
-
-    weights: torch.Tensor
-
-    @property
-    def count(self) -> int:
-        return len(self.weights)
-
-    @property
-    def outputs(self) -> int:
-        return int(self.weights.shape[1])
-
-    @property
-    def inputs(self) -> int:
-        return int(self.weights.shape[2])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weights.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.weights.device
-
-    def times(self, x: torch.Tensor, groups: GroupedProduct) -> torch.Tensor:
-        return groups.multiply(x, self.weights.transpose(1, 2))
-
-    def back(self, grad: torch.Tensor, groups: GroupedProduct) -> torch.Tensor:
-        return groups.multiply(grad, self.weights)

@@ -22,6 +22,7 @@ from tinker_local.backend.training.model.vision_tower import VisionTower
 from tinker_local.backend.training.parallel.shared_rows import ONE_HAS_ALL, RowRanks
 from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.weight_files import folder_of
+from tinker_local.backend.weights.kinds import KINDS
 from tinker_local.backend.weights.large_weights import RESIDENT, LargeWeights
 from tinker_local.types import UnsupportedError
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -181,7 +182,9 @@ def load_model(settings: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> Lo
         use_packed_attention(model.get_submodule(family.vision.tower))
     kernels = kernels_for(place, chosen)
     with stage("decoder compared"):
-        decoder = make_decoder(model, family, kernels, settings.decoder, path, weights, row_ranks, max_positions)
+        decoder = make_decoder(
+            model, family, kernels, settings.decoder, path, weights, row_ranks, max_positions, KINDS[settings.weights]
+        )
     return LoadedModel(
         model=model,
         decoder=decoder,

@@ -17,7 +17,7 @@ from tinker_local.backend.training.lora.lora import Adapter, AdapterSlice, Targe
 from tinker_local.backend.training.lora.lora_batch import LoraBatch, whole
 from tinker_local.backend.training.model.decoders.autograd import AdaptedLinear
 from tinker_local.backend.training.run.block_memory import TowerSizes
-from tinker_local.backend.weights.frozen_matrix import matrix_of
+from tinker_local.backend.weights.dense import dense
 from torch.utils.checkpoint import checkpoint
 
 
@@ -36,7 +36,7 @@ class VisionTower:
         self._model, self._vision = model, vision
         self._tower = tower = model.get_submodule(vision.tower)
         self._by_module = {} if vision.frozen else tower_targets(tower, vision.tower)
-        self._matrices = {linear: matrix_of(linear) for linear in self._by_module}
+        self._matrices = {linear: dense([linear]) for linear in self._by_module}
         self.targets = list(self._by_module.values())
         self._groups = groups_of(self.targets)
         self._run: _Run | None = None

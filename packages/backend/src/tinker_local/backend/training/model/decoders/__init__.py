@@ -15,8 +15,10 @@ from tinker_local.backend.training.model.decoders.autograd import AutogradDecode
 from tinker_local.backend.training.model.decoders.packed_attention import attending
 from tinker_local.backend.training.model.decoders.transformers_delta_net import use_kernels_on_gpus_alone
 from tinker_local.backend.training.model.decoders.transformers_positions import check_positions
-from tinker_local.backend.training.model.decoders.written_out.layers import take_layers
+from tinker_local.backend.training.model.decoders.written_out.take_layers import take_layers
 from tinker_local.backend.training.parallel.shared_rows import ONE_HAS_ALL, RowRanks, share
+from tinker_local.backend.weights.dense import dense
+from tinker_local.backend.weights.frozen_matrix import MakeMatrix
 from tinker_local.backend.weights.large_weights import RESIDENT, LargeWeights, entering
 from tinker_local.types import UnsupportedError
 
@@ -38,20 +40,24 @@ def make_decoder(
     weights: LargeWeights = RESIDENT,
     row_ranks: RowRanks = ONE_HAS_ALL,
     max_positions: int = 0,
+    make: MakeMatrix = dense,
 ) -> Decoder:
     """The decoder that `choice` names for transformers' `model`, compared with transformers' own forward. `where`: the
     model's name in errors. `weights`: of the model's layers. `row_ranks`: who shares rows; all of them call this.
-    `max_positions`: how many are compared. UnsupportedError if no decoder works, with the reasons."""
+    `max_positions`: how many are compared. `make`: makes the frozen matrices. UnsupportedError if no decoder works,
+    with the reasons."""
     use_kernels_on_gpus_alone(model)
     reasons: list[str] = []
     if choice in ("auto", "written-out"):
         try:
-            return _checked(_written_out(model, family, kernels, weights, row_ranks), model, family, max_positions)
+            return _checked(
+                _written_out(model, family, kernels, weights, row_ranks, make), model, family, max_positions
+            )
         except UnsupportedError as error:
             reasons.append(f"the written-out decoder cannot train it: {error}")
     if choice in ("auto", "autograd"):
         try:
-            return _checked(_autograd(model, family, weights, row_ranks), model, family, max_positions)
+            return _checked(_autograd(model, family, weights, row_ranks, make), model, family, max_positions)
         except UnsupportedError as error:
             reasons.append(f"the autograd decoder cannot train it: {error}")
     raise UnsupportedError(f"{where}: {'; '.join(reasons)}")
@@ -63,15 +69,18 @@ def _checked(decoder: Decoder, model: Any, family: Family, max_positions: int) -
     return decoder
 
 
-def _written_out(model: Any, family: Family, kernels: Kernels, weights: LargeWeights, row_ranks: RowRanks) -> Decoder:
+def _written_out(
+    model: Any, family: Family, kernels: Kernels, weights: LargeWeights, row_ranks: RowRanks, make: MakeMatrix
+) -> Decoder:
     path = family.decoder_path
-    decoder = take_layers(model.get_submodule(path), path, kernels, weights, family.lora.experts)
+    decoder = take_layers(model.get_submodule(path), path, kernels, weights, family.lora.experts, make)
     _compare(decoder, model, family, weights, row_ranks)
     return decoder
 
 
-def _autograd(model: Any, family: Family, weights: LargeWeights, row_ranks: RowRanks) -> Decoder:
-    decoder = AutogradDecoder(model.get_submodule(family.decoder_path), family.decoder_path, family.lora, weights)
+def _autograd(model: Any, family: Family, weights: LargeWeights, row_ranks: RowRanks, make: MakeMatrix) -> Decoder:
+    modules = model.get_submodule(family.decoder_path)
+    decoder = AutogradDecoder(modules, family.decoder_path, family.lora, weights, make)
     try:
         _compare(decoder, model, family, weights, row_ranks)
         decoder.measure()

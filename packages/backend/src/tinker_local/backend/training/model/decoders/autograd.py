@@ -33,7 +33,8 @@ from tinker_local.backend.training.model.decoders.recomputed_norm import Recompu
 from tinker_local.backend.training.model.decoders.transformers_positions import decoder_rotations
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory, Keep, LayerMemory, RecomputePolicy
-from tinker_local.backend.weights.frozen_matrix import FrozenMatrix, matrix_of
+from tinker_local.backend.weights.dense import dense
+from tinker_local.backend.weights.frozen_matrix import FrozenMatrix, MakeMatrix
 from tinker_local.backend.weights.large_weights import RESIDENT, LargeWeights, Walk
 from tinker_local.types import LoraConfig, UnsupportedError
 from torch.utils.checkpoint import checkpoint
@@ -51,14 +52,16 @@ class _Run:
 
 class AutogradDecoder:
     """Implements `training.decoder.Decoder` on `modules`, transformers' decoder at `path` of its model, whose layers
-    have `weights`."""
+    have `weights`. `make`: makes the frozen matrices that adapters are beside; transformers multiplies by the rest."""
 
     name: DecoderName = "autograd"
 
-    def __init__(self, modules: Any, path: str, lora: LoraNames, weights: LargeWeights = RESIDENT) -> None:
+    def __init__(
+        self, modules: Any, path: str, lora: LoraNames, weights: LargeWeights = RESIDENT, make: MakeMatrix = dense
+    ) -> None:
         attention_rules(modules, weights)  # raises if a layer does not use the registered function
         self._by_module = find_targets(modules, path, lora)
-        self._matrices = {linear: matrix_of(linear) for linear in self._by_module}
+        self._matrices = {linear: make([linear]) for linear in self._by_module}
         self.targets = [target for targets in self._by_module.values() for target in targets]
         self._modules = modules
         self._run: _Run | None = None

@@ -7,24 +7,25 @@ G: its rows are those of Q's matrix, head by head after the query's. Legend: T t
 key-value heads, D head size, g = 2 with a gate and else 1, p projections of a group, R columns of adapters.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tinker_local.backend.training.lora.lora import Target
 from tinker_local.backend.training.lora.lora_batch import project, project_backward, project_onto, whole
 from tinker_local.backend.training.model.attention import AttentionRule, attend, attend_backward
 from tinker_local.backend.training.model.decoders.written_out.block import (
+    LayerPart,
     NormAfter,
     RowContext,
-    concatenated,
-    joined,
     norm_weight,
     present,
 )
 from tinker_local.backend.training.rotations import constant_row
 from tinker_local.backend.training.run.block_memory import BlockMemory, attention_memory
-from tinker_local.backend.weights.frozen_matrix import FrozenMatrix, matrix_of
+from tinker_local.backend.weights.dense import concatenated
+from tinker_local.backend.weights.frozen_matrix import FrozenMatrix
 from tinker_local.backend.weights.joined_names import QKV
 
 
@@ -52,45 +53,48 @@ class AttentionBlock:
     after: NormAfter | None = None
     rotary: str | None = None
 
+    module: ClassVar[str] = "self_attn"
+    parameters: ClassVar[Set[str]] = frozenset(
+        {f"{name}_proj.{kind}" for name in "qkvo" for kind in ("weight", "bias")}
+        | {"q_norm.weight", "k_norm.weight", "sinks"}
+    )
+    norm_after: ClassVar[bool] = True
+
     @classmethod
-    def take(
-        cls,
-        index: int,
-        path: str,
-        norm: Any,
-        attention: Any,
-        rule: AttentionRule,
-        after: NormAfter | None,
-        rotary: str | None,
-    ) -> "AttentionBlock":
-        """Make the block from transformers' modules `norm` and `attention` (at `path`), which attends by `rule`. Joins
-        matrices: the modules' own parameters become views."""
-        weight, epsilon = norm_weight(norm)
+    def recognises(cls, part: LayerPart) -> bool:
+        """See `Block.recognises`."""
+        return True
+
+    @classmethod
+    def take(cls, part: LayerPart) -> "AttentionBlock":
+        """See `Block.take`."""
+        assert part.rule is not None, "it attends"
+        attention = part.module
+        weight, epsilon = norm_weight(part.before)
         qkv = QKV.modules(attention)
-        kv_width = attention.k_proj.out_features
         groups = {"qkv": QKV.parts, "output": ("o_proj",)}
         return cls(
-            index=index,
+            index=part.index,
             norm=weight,
             epsilon=epsilon,
-            qkv=joined(qkv),
+            qkv=part.make(qkv),
             qkv_bias=None if qkv[0].bias is None else concatenated([module.bias.detach() for module in qkv]),
             q_norm=_weight(attention, "q_norm"),
             k_norm=_weight(attention, "k_norm"),
-            output=matrix_of(attention.o_proj),
+            output=part.make([attention.o_proj]),
             output_bias=None if attention.o_proj.bias is None else attention.o_proj.bias.detach(),
             heads=attention.o_proj.in_features // attention.head_dim,
-            kv_heads=kv_width // attention.head_dim,
+            kv_heads=attention.k_proj.out_features // attention.head_dim,
             head_size=attention.head_dim,
             gated=attention.q_proj.out_features == 2 * attention.o_proj.in_features,
-            rule=rule,
+            rule=part.rule,
             targets=tuple(
-                Target.of(f"{path}.{name}", f"attention.{group}", index, getattr(attention, name), "attn")
+                Target.of(f"{part.path}.{name}", f"attention.{group}", part.index, getattr(attention, name), "attn")
                 for group, names in groups.items()
                 for name in names
             ),
-            after=after,
-            rotary=rotary,
+            after=NormAfter.take(part),
+            rotary=part.rotary,
         )
 
     def start(self, x: torch.Tensor, context: RowContext) -> "AttentionPass":

@@ -1,20 +1,23 @@
 """The interface of a block: x + f(norm(x)), or x + norm'(f(norm(x))), forward and backward.
 
-A layer is a sequence of blocks. To add a kind of block, add a file beside `attention_block.py` and `mlp_block.py`.
+A layer is a sequence of blocks. To add a kind, add a file beside `attention_block.py` and its class to `BLOCKS` in
+`take_layers.py`; docs/extending.md has one.
+
 Legend: T tokens, H hidden size, D head size, R columns of adapters.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
+from tinker_local.backend.families.family import Experts
 from tinker_local.backend.training.kernels.kernels import Kernels
 from tinker_local.backend.training.lora.lora import Target
 from tinker_local.backend.training.lora.lora_batch import LoraBatch
-from tinker_local.backend.training.model.attention import Segments
+from tinker_local.backend.training.model.attention import AttentionRule, Segments
 from tinker_local.backend.training.run.block_memory import BlockMemory
-from tinker_local.backend.weights.frozen_matrix import DenseMatrix, FrozenMatrix
+from tinker_local.backend.weights.frozen_matrix import MakeMatrix
 
 Kept = TypeVar("Kept")
 
@@ -50,8 +53,44 @@ class BlockPass(Protocol):
         `restore` first. Consumes the activations: gradients may overwrite them."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerPart:
+    """What a block is made of: transformers' `module`, called `name` in its layer and at `path` of the model; the norm
+    `before` it, and the one `after` it if the family has such. `index`: of the blocks of its class, in the model.
+    `rule` and `rotary`: of its attention (see `AttentionBlock`). `experts`: how the family names routed experts, if it
+    has any. `make`: makes frozen matrices."""
+
+    name: str
+    path: str
+    module: Any
+    before: Any
+    after: Any | None
+    index: int
+    rule: AttentionRule | None
+    rotary: str | None
+    experts: Experts | None
+    make: MakeMatrix
+
+
 class Block(Protocol):
     """The frozen weights of one block."""
+
+    module: ClassVar[str]
+    """What transformers calls its module in a layer."""
+
+    parameters: ClassVar[Set[str]]
+    """The parameters of that module with which it computes, all or some of them. A module with others is refused."""
+
+    norm_after: ClassVar[bool]
+    """Whether it computes a norm after."""
+
+    @classmethod
+    def recognises(cls, part: LayerPart) -> bool:
+        """Whether `part`, whose `name` is `module`, is of this kind, and not of another one of that name."""
+
+    @classmethod
+    def take(cls, part: LayerPart) -> "Block":
+        """Make the block. UnsupportedError says what it cannot compute."""
 
     @property
     def targets(self) -> Sequence[Target]:
@@ -86,9 +125,9 @@ class NormAfter:
     epsilon: float
 
     @classmethod
-    def take(cls, norm: Any) -> "NormAfter":
-        """From transformers' module."""
-        return cls(*norm_weight(norm))
+    def take(cls, part: LayerPart) -> "NormAfter | None":
+        """From transformers' module, if `part` has one."""
+        return None if part.after is None else cls(*norm_weight(part.after))
 
     def add(self, kernels: Kernels, x: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
         """`x` plus the norm of `update`, [T, H] each."""
@@ -97,24 +136,3 @@ class NormAfter:
     def backward(self, kernels: Kernels, grad: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
         """The gradient of `update` from that of the sum, which is not overwritten."""
         return kernels.rms_norm_backward(grad, update, self.weight, self.epsilon, None)
-
-
-def joined(modules: Sequence[torch.nn.Linear]) -> FrozenMatrix:
-    """The modules' matrices, one below the other; the modules' parameters become views of it."""
-    matrix = concatenated([module.weight.detach() for module in modules])
-    start = 0
-    for module in modules:
-        rows = module.weight.shape[0]
-        module.weight = torch.nn.Parameter(matrix[start : start + rows], requires_grad=False)
-        start += rows
-    return DenseMatrix(matrix)
-
-
-def concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate contiguous `parts` by rows: a view, if they lie side by side in memory."""
-    first, end = parts[0], parts[0].storage_offset()
-    for part in parts:
-        if part.untyped_storage()._cdata != first.untyped_storage()._cdata or part.storage_offset() != end:
-            return torch.cat([*parts])
-        end += part.numel()
-    return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())

@@ -7,16 +7,18 @@ what lies between. Legend: T tokens, H hidden size, M value heads, V their size,
 group, R columns of adapters.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
 from tinker_local.backend.training.kernels.delta_rule import DeltaRule, MixInputs, mix, mix_backward, transient_bytes
 from tinker_local.backend.training.lora.lora import Target
 from tinker_local.backend.training.lora.lora_batch import project, project_backward, project_onto, whole
-from tinker_local.backend.training.model.decoders.written_out.block import RowContext, joined, norm_weight, present
+from tinker_local.backend.training.model.decoders.packed_delta_net import PARAMETERS
+from tinker_local.backend.training.model.decoders.written_out.block import LayerPart, RowContext, norm_weight, present
 from tinker_local.backend.training.run.block_memory import BlockMemory
-from tinker_local.backend.weights.frozen_matrix import FrozenMatrix, matrix_of
+from tinker_local.backend.weights.frozen_matrix import FrozenMatrix
 from tinker_local.backend.weights.joined_names import BA, QKVZ
 
 
@@ -34,11 +36,20 @@ class DeltaBlock:
     rule: DeltaRule
     targets: tuple[Target, ...]
 
+    module: ClassVar[str] = "linear_attn"
+    parameters: ClassVar[Set[str]] = PARAMETERS
+    norm_after: ClassVar[bool] = False
+
     @classmethod
-    def take(cls, index: int, path: str, norm: Any, net: Any) -> "DeltaBlock":
-        """Make the block from transformers' modules `norm` and `net` (at `path`), the `index`-th of their kind. Joins
-        matrices: the modules' own parameters become views."""
-        weight, epsilon = norm_weight(norm)
+    def recognises(cls, part: LayerPart) -> bool:
+        """See `Block.recognises`."""
+        return True
+
+    @classmethod
+    def take(cls, part: LayerPart) -> "DeltaBlock":
+        """See `Block.take`."""
+        net, index = part.module, part.index
+        weight, epsilon = norm_weight(part.before)
         heights = {
             "in_proj_q": net.key_dim,
             "in_proj_k": net.key_dim,
@@ -46,19 +57,19 @@ class DeltaBlock:
             "in_proj_z": net.value_dim,
         }
         inputs = [
-            Target(f"{path}.{name}", "delta.qkvz", name, index, net.hidden_size, height, "attn")
+            Target(f"{part.path}.{name}", "delta.qkvz", name, index, net.hidden_size, height, "attn")
             for name, height in heights.items()
         ]
         return cls(
             index=index,
             norm=weight,
             epsilon=epsilon,
-            qkvz=joined(QKVZ.modules(net)),
-            ba=joined(BA.modules(net)),
-            output=matrix_of(net.out_proj),
+            qkvz=part.make(QKVZ.modules(net)),
+            ba=part.make(BA.modules(net)),
+            output=part.make([net.out_proj]),
             rule=DeltaRule.of(net),
             # In the order of transformers' modules, in which the same seed draws the same A in every decoder.
-            targets=(Target.of(f"{path}.out_proj", "delta.output", index, net.out_proj, "attn"), *inputs),
+            targets=(Target.of(f"{part.path}.out_proj", "delta.output", index, net.out_proj, "attn"), *inputs),
         )
 
     def start(self, x: torch.Tensor, context: RowContext) -> "DeltaPass":

@@ -6,16 +6,21 @@
 hidden size, K experts of a token, S = T K, I intermediate size of an expert, R columns of adapters.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Set
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
-from tinker_local.backend.families.family import Experts
 from tinker_local.backend.training.lora.lora import Target
 from tinker_local.backend.training.lora.lora_batch import LowRank
-from tinker_local.backend.training.model.decoders.packed_experts import expert_targets, scores_are_softmax, weights_of
-from tinker_local.backend.training.model.decoders.written_out.block import RowContext, norm_weight, present
-from tinker_local.backend.training.model.decoders.written_out.mlp_block import MlpBlock, MlpPass
+from tinker_local.backend.training.model.decoders.packed_experts import (
+    expert_targets,
+    is_experts,
+    scores_are_softmax,
+    weights_of,
+)
+from tinker_local.backend.training.model.decoders.written_out.block import LayerPart, RowContext, norm_weight, present
+from tinker_local.backend.training.model.decoders.written_out.mlp_block import MlpBlock, MlpPass, activation_of
 from tinker_local.backend.training.model.experts import (
     ExpertsKept,
     ExpertWeights,
@@ -27,42 +32,64 @@ from tinker_local.backend.training.model.experts import (
     gate_and_up,
 )
 from tinker_local.backend.training.run.block_memory import BlockMemory, experts_memory
-from tinker_local.backend.weights.frozen_matrix import matrix_of
+from tinker_local.backend.weights.frozen_matrix import FrozenMatrix
+from tinker_local.types import UnsupportedError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertsBlock:
     """The weights of experts block `index`; `norm` [H]. `router(m)`: transformers' module, which returns logits, scores
-    [T, K] and experts [T, K]; `softmax`: whether the scores are the softmax of the chosen experts' logits. `shared`:
-    the expert that every position takes, or None."""
+    [T, K] and experts [T, K]; `routing` [E, H]: its matrix; `softmax`: whether the scores are the softmax of the chosen
+    experts' logits. `shared`: the expert that every position takes, or None."""
 
     index: int
     norm: torch.Tensor
     epsilon: float
     router: Any
+    routing: FrozenMatrix
     softmax: bool
     chosen: int
     weights: ExpertWeights
     shared: MlpBlock | None
     targets: tuple[Target, ...]
 
+    module: ClassVar[str] = "mlp"
+    parameters: ClassVar[Set[str]] = frozenset(
+        {"gate.weight", "experts.gate_up_proj", "experts.down_proj", "shared_expert_gate.weight"}
+        | {f"shared_expert.{name}" for name in MlpBlock.parameters}
+        | {"router.weight", "router.bias", "experts.gate_up_proj_bias", "experts.down_proj_bias"}
+    )
+    norm_after: ClassVar[bool] = False
+
     @classmethod
-    def take(cls, index: int, path: str, norm: Any, mlp: Any, names: Experts) -> "ExpertsBlock":
-        """Make the block from transformers' modules `norm` and `mlp` (at `path`)."""
-        weight, epsilon = norm_weight(norm)
+    def recognises(cls, part: LayerPart) -> bool:
+        """See `Block.recognises`."""
+        return part.experts is not None and hasattr(part.module, "experts")
+
+    @classmethod
+    def take(cls, part: LayerPart) -> "ExpertsBlock":
+        """See `Block.take`."""
+        mlp, index = part.module, part.index
+        assert part.experts is not None, "recognised"
+        weights = weights_of(mlp.experts)
+        if weights is None or not is_experts(mlp.experts):
+            raise UnsupportedError(f"{part.path}: its experts compute something else")
+        if hasattr(mlp.experts, "act_fn") and activation_of(mlp.experts, f"{part.path}.experts") != "silu":
+            raise UnsupportedError(f"{part.path}.experts: its activation is not silu")
         shared = None
         if hasattr(mlp, "shared_expert"):
-            scale = matrix_of(mlp.shared_expert_gate)
-            shared = MlpBlock.take(index, f"{path}.shared_expert", norm, mlp.shared_expert, "shared_expert", scale)
-        weights = weights_of(mlp.experts)
-        assert weights is not None
+            scale = part.make([mlp.shared_expert_gate])
+            beside = replace(part, module=mlp.shared_expert, path=f"{part.path}.shared_expert")
+            shared = MlpBlock.of(beside, "shared_expert", scale)
         router = mlp.gate if hasattr(mlp, "gate") else mlp.router
-        of_experts = expert_targets(f"{path}.experts", "experts", index, mlp.experts, names)
+        of_experts = expert_targets(f"{part.path}.experts", "experts", index, mlp.experts, part.experts)
+        weight, epsilon = norm_weight(part.before)
         return cls(
             index=index,
             norm=weight,
             epsilon=epsilon,
             router=router,
+            routing=part.make([router]),
             softmax=scores_are_softmax(router),
             chosen=router.top_k,
             weights=weights,
@@ -138,7 +165,7 @@ class ExpertsPass:
         if block.softmax:
             experts, count = present(self.routing).of_tokens, block.weights.down.count
             grad_logits = chosen_softmax_backward(grad_scores, present(self.scores), experts, count)
-            matrix_of(block.router).add_back(grad_m, grad_logits)
+            block.routing.add_back(grad_m, grad_logits)
             return
         with torch.enable_grad():
             leaf = m.detach().requires_grad_()

@@ -8,31 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tinker_local.backend.families.family import Experts
 from tinker_local.backend.options import DecoderName
-from tinker_local.backend.training.kernels.kernels import ACTIVATIONS, Activation, Kernels, activated
+from tinker_local.backend.training.kernels.kernels import Kernels
 from tinker_local.backend.training.lora.lora_batch import LoraBatch
 from tinker_local.backend.training.model.attention import Segments
 from tinker_local.backend.training.model.decoder import PackedRow
-from tinker_local.backend.training.model.decoders.packed_attention import attention_rules
-from tinker_local.backend.training.model.decoders.packed_delta_net import PARAMETERS
-from tinker_local.backend.training.model.decoders.packed_experts import is_experts
 from tinker_local.backend.training.model.decoders.written_out.attention_block import AttentionBlock
 from tinker_local.backend.training.model.decoders.written_out.block import (
     Block,
     BlockPass,
-    NormAfter,
     RowContext,
-    norm_weight,
 )
-from tinker_local.backend.training.model.decoders.written_out.delta_block import DeltaBlock
-from tinker_local.backend.training.model.decoders.written_out.experts_block import ExpertsBlock
-from tinker_local.backend.training.model.decoders.written_out.mlp_block import MlpBlock
 from tinker_local.backend.training.rotations import Rotations, rotation
 from tinker_local.backend.training.run.block_memory import decoder_memory
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory, Keep, RecomputePolicy
-from tinker_local.backend.weights.large_weights import RESIDENT, LargeWeights, Walk
-from tinker_local.types import UnsupportedError
+from tinker_local.backend.weights.large_weights import RESIDENT, Walk
 
 Layer = Sequence[Block]
 """The blocks of a layer, in order."""
@@ -114,126 +104,6 @@ class WrittenOutDecoder:
         itemsize = self.dtype.itemsize
         layers = [[block.memory(tokens, columns, itemsize) for block in layer] for layer in self.layers]
         return decoder_memory(layers, tokens * len(self.norm) * itemsize)
-
-
-def take_layers(
-    decoder: Any,
-    path: str,
-    kernels: Kernels,
-    weights: LargeWeights = RESIDENT,
-    experts: Experts | None = None,
-) -> WrittenOutDecoder:
-    """Make a decoder from transformers' module `decoder`, at `path` of its model. Supports the layers of Llama, Qwen2,
-    Qwen3, Qwen3.5, gpt-oss and Gemma: RMS norms before attention (softmax or linear) and MLP, or before and after both,
-    rotary positions, SiLU or GELU; and, if the family names them, `experts` in place of MLPs. UnsupportedError says
-    what differs.
-
-    Joins matrices: the modules' own parameters become views of the joined ones. Walks through `weights`.
-    """
-    config = decoder.config
-    if getattr(decoder, "rotary_emb", None) is None:
-        raise UnsupportedError("it has no rotary positions")
-    for index, layer in enumerate(decoder.layers):
-        _check_layer(layer, f"layer {index}", experts, getattr(config, "hidden_act", None))
-    _check_parts(decoder.norm, _NORM, "norm")
-    rules = attention_rules(decoder, weights)
-    several = getattr(decoder.rotary_emb, "layer_types", None)  # in Gemma 3
-    kinds = config.layer_types if several else [None] * len(decoder.layers)
-    layers: list[Layer] = []
-    counts = dict.fromkeys(_ATTENTION, 0)
-    dense = 0
-    with weights.walk(backward=False) as walk:
-        for index, layer in enumerate(decoder.layers):
-            walk.layer(index)
-            where, norm, kind = f"{path}.layers.{index}", layer.input_layernorm, _kind(layer)
-            sandwich = hasattr(layer, "pre_feedforward_layernorm")
-            after = NormAfter.take(layer.post_attention_layernorm) if sandwich else None
-            attention, place = getattr(layer, kind), counts[kind]
-            counts[kind] += 1
-            first: Block = (
-                AttentionBlock.take(
-                    place, f"{where}.{kind}", norm, attention, rules[id(attention)], after, kinds[index]
-                )
-                if kind == "self_attn"
-                else DeltaBlock.take(place, f"{where}.{kind}", norm, attention)
-            )
-            before = layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm
-            rest = f"{where}.mlp", before, layer.mlp
-            if experts is None or not _has_experts(layer.mlp):
-                after = NormAfter.take(layer.post_feedforward_layernorm) if sandwich else None
-                kind_of_gate = _activation(layer.mlp, where)
-                layers.append((first, MlpBlock.take(dense, *rest, activation=kind_of_gate, after=after)))
-                dense += 1
-            elif is_experts(layer.mlp.experts):
-                layers.append((first, ExpertsBlock.take(index - dense, *rest, experts)))
-            else:
-                raise UnsupportedError(f"layer {index}: its experts compute something else")
-    norm, epsilon = norm_weight(decoder.norm)
-    dtype, distinct = decoder.norm.weight.dtype, sorted(set(several or [None]))
-    return WrittenOutDecoder(layers, dtype, norm, epsilon, decoder.rotary_emb, distinct, kernels)
-
-
-_NORM = {"weight"}
-_BEFORE = {"input_layernorm", "post_attention_layernorm"}
-_SANDWICH = _BEFORE | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
-_ONE_PLUS = {"Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"}
-"""transformers' norms that multiply by 1 + w."""
-_MLP = {"gate_proj.weight", "up_proj.weight", "down_proj.weight"}
-_ATTENTION = {
-    "self_attn": {f"{name}_proj.{kind}" for name in "qkvo" for kind in ("weight", "bias")}
-    | {"q_norm.weight", "k_norm.weight", "sinks"},
-    "linear_attn": PARAMETERS,
-}
-"""Parameters of each kind of attention, by the name of its module in a layer."""
-
-
-def _kind(layer: Any) -> str:
-    return "linear_attn" if hasattr(layer, "linear_attn") else "self_attn"
-
-
-_EXPERTS = {"gate.weight", "experts.gate_up_proj", "experts.down_proj", "shared_expert_gate.weight"}
-_EXPERTS |= {f"shared_expert.{name}" for name in _MLP}
-_EXPERTS |= {"router.weight", "router.bias", "experts.gate_up_proj_bias", "experts.down_proj_bias"}
-
-
-def _has_experts(mlp: Any) -> bool:
-    return hasattr(mlp, "experts")
-
-
-def _activation(mlp: Any, where: str) -> Activation:
-    """Of the gate of transformers' `mlp`, by what it computes: names in configs differ, and some are not used."""
-    x = torch.linspace(-4, 4, 65)
-    for name in ACTIVATIONS:
-        if torch.allclose(mlp.act_fn(x), activated(x, name), rtol=0, atol=1e-6):
-            return name
-    raise UnsupportedError(f"{where}: mlp: {type(mlp.act_fn).__name__} is none of {', '.join(ACTIVATIONS)}")
-
-
-def _check_layer(layer: Any, where: str, experts: Experts | None, activation: str | None) -> None:
-    """`activation`: of experts, by the config."""
-    parts = {name: module for name, module in layer.named_children() if any(True for _ in module.parameters())}
-    kind = _kind(layer)
-    norms = _SANDWICH if parts.keys() >= _SANDWICH else _BEFORE
-    known = {kind, "mlp", *norms}
-    if parts.keys() != known:
-        raise UnsupportedError(f"{where} consists of {', '.join(parts)}, not of {', '.join(sorted(known))}")
-    routed = experts is not None and _has_experts(layer.mlp)
-    if routed and activation != "silu":
-        raise UnsupportedError(f"{where}: hidden_act {activation!r} of experts is not 'silu'")
-    if norms is _SANDWICH and (kind != "self_attn" or routed):
-        raise UnsupportedError(f"{where} has norms after linear attention or experts")
-    _check_parts(parts[kind], _ATTENTION[kind], f"{where}: {kind}")
-    _check_parts(layer.mlp, _EXPERTS if routed else _MLP, f"{where}: mlp")
-    for name in sorted(norms):
-        _check_parts(parts[name], _NORM, f"{where}: {name}")
-        if not hasattr(parts[name], "variance_epsilon") and type(parts[name]).__name__ not in _ONE_PLUS:
-            raise UnsupportedError(f"{where}: {name} is a {type(parts[name]).__name__}, not an RMS norm")
-
-
-def _check_parts(module: Any, known: set[str], where: str) -> None:
-    unknown = {name for name, _ in module.named_parameters()} - known
-    if unknown:
-        raise UnsupportedError(f"{where} has parameters {', '.join(sorted(unknown))}")
 
 
 @dataclass(slots=True, eq=False)

@@ -7,23 +7,25 @@ that all positions take beside others (`experts_block.py`). Legend: T tokens, H 
 projections of a group, R columns of adapters.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from tinker_local.backend.training.kernels.kernels import Activation
+from tinker_local.backend.training.kernels.kernels import ACTIVATIONS, Activation, activated
 from tinker_local.backend.training.lora.lora import Target
 from tinker_local.backend.training.lora.lora_batch import project, project_backward, project_onto, through, whole
 from tinker_local.backend.training.model.decoders.written_out.block import (
+    LayerPart,
     NormAfter,
     RowContext,
-    joined,
     norm_weight,
     present,
 )
 from tinker_local.backend.training.run.block_memory import BlockMemory, mlp_memory
-from tinker_local.backend.weights.frozen_matrix import FrozenMatrix, matrix_of
+from tinker_local.backend.weights.frozen_matrix import FrozenMatrix
 from tinker_local.backend.weights.joined_names import GATE_UP
+from tinker_local.types import UnsupportedError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,30 +44,40 @@ class MlpBlock:
     activation: Activation = "silu"
     after: NormAfter | None = None
 
+    module: ClassVar[str] = "mlp"
+    parameters: ClassVar[Set[str]] = frozenset({"gate_proj.weight", "up_proj.weight", "down_proj.weight"})
+    norm_after: ClassVar[bool] = True
+
     @classmethod
-    def take(
+    def recognises(cls, part: LayerPart) -> bool:
+        """See `Block.recognises`."""
+        return True
+
+    @classmethod
+    def take(cls, part: LayerPart) -> "MlpBlock":
+        """See `Block.take`."""
+        return cls.of(part, activation=activation_of(part.module, part.path), after=NormAfter.take(part))
+
+    @classmethod
+    def of(
         cls,
-        index: int,
-        path: str,
-        norm: Any,
-        mlp: Any,
+        part: LayerPart,
         kind: str = "mlp",
         scale: FrozenMatrix | None = None,
         activation: Activation = "silu",
         after: NormAfter | None = None,
     ) -> "MlpBlock":
-        """Make the block from transformers' modules `norm` and `mlp` (at `path`). Joins gate and up: the modules' own
-        parameters become views."""
-        weight, epsilon = norm_weight(norm)
+        """Make the block from a part."""
+        weight, epsilon = norm_weight(part.before)
         groups = {"gate_up": GATE_UP.parts, "down": ("down_proj",)}
         return cls(
-            index=index,
+            index=part.index,
             norm=weight,
             epsilon=epsilon,
-            gate_up=joined(GATE_UP.modules(mlp)),
-            down=matrix_of(mlp.down_proj),
+            gate_up=part.make(GATE_UP.modules(part.module)),
+            down=part.make([part.module.down_proj]),
             targets=tuple(
-                Target.of(f"{path}.{name}", f"{kind}.{group}", index, getattr(mlp, name), "mlp")
+                Target.of(f"{part.path}.{name}", f"{kind}.{group}", part.index, getattr(part.module, name), "mlp")
                 for group, names in groups.items()
                 for name in names
             ),
@@ -167,6 +179,15 @@ class MlpPass:
 
     def _scaled(self, a: torch.Tensor) -> torch.Tensor:
         return a if self.s is None else a * self.s
+
+
+def activation_of(mlp: Any, where: str) -> Activation:
+    """Of the gate of transformers' `mlp`, by what it computes: names in configs differ, and some are not used."""
+    x = torch.linspace(-4, 4, 65)
+    for name in ACTIVATIONS:
+        if torch.allclose(mlp.act_fn(x), activated(x, name), rtol=0, atol=1e-6):
+            return name
+    raise UnsupportedError(f"{where}: {type(mlp.act_fn).__name__} is none of {', '.join(ACTIVATIONS)}")
 
 
 def _halves(joint: torch.Tensor) -> tuple[torch.Tensor, ...]:

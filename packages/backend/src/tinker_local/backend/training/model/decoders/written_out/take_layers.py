@@ -1,0 +1,111 @@
+"""Take a decoder of transformers apart into blocks, if there are blocks for all that it has."""
+
+from collections import Counter
+from collections.abc import Iterator, Set
+from dataclasses import replace
+from typing import Any
+
+from tinker_local.backend.families.family import Experts
+from tinker_local.backend.training.kernels.kernels import Kernels
+from tinker_local.backend.training.model.decoders.packed_attention import attention_rules
+from tinker_local.backend.training.model.decoders.written_out.attention_block import AttentionBlock
+from tinker_local.backend.training.model.decoders.written_out.block import Block, LayerPart, norm_weight
+from tinker_local.backend.training.model.decoders.written_out.delta_block import DeltaBlock
+from tinker_local.backend.training.model.decoders.written_out.experts_block import ExpertsBlock
+from tinker_local.backend.training.model.decoders.written_out.layers import WrittenOutDecoder
+from tinker_local.backend.training.model.decoders.written_out.mlp_block import MlpBlock
+from tinker_local.backend.weights.dense import dense
+from tinker_local.backend.weights.frozen_matrix import MakeMatrix
+from tinker_local.backend.weights.large_weights import RESIDENT, LargeWeights
+from tinker_local.types import UnsupportedError
+
+BLOCKS: tuple[type[Block], ...] = (AttentionBlock, DeltaBlock, ExpertsBlock, MlpBlock)
+"""All kinds of blocks. The first that recognises a part of a layer takes it."""
+
+_MLP = "mlp"
+_BEFORE = ("input_layernorm", "post_attention_layernorm")
+"""The norms before attention and before the MLP."""
+_BEFORE_OF_TWO = ("input_layernorm", "pre_feedforward_layernorm")
+_AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
+"""The same, and those after both, where a layer has four norms."""
+_ONE_PLUS = {"Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"}
+"""transformers' norms that multiply by 1 + w."""
+
+
+def take_layers(
+    decoder: Any,
+    path: str,
+    kernels: Kernels,
+    weights: LargeWeights = RESIDENT,
+    experts: Experts | None = None,
+    make: MakeMatrix = dense,
+) -> WrittenOutDecoder:
+    """Make a decoder from transformers' module `decoder`, at `path` of its model: RMS norms before attention and MLP,
+    or before and after both, rotary positions, and in between what `BLOCKS` compute. `experts`: how the family names
+    routed experts. UnsupportedError says what differs.
+
+    `make` may join matrices: the modules' own parameters become views of the joined ones. Walks through `weights`.
+    """
+    if getattr(decoder, "rotary_emb", None) is None:
+        raise UnsupportedError("it has no rotary positions")
+    several = getattr(decoder.rotary_emb, "layer_types", None)  # in Gemma 3
+    rotaries = decoder.config.layer_types if several else [None] * len(decoder.layers)
+    _check_parameters(decoder.norm, {"weight"}, "norm")
+    found: list[list[tuple[type[Block], LayerPart]]] = []
+    counts: Counter[type[Block]] = Counter()
+    for index, layer in enumerate(decoder.layers):
+        found.append([])
+        for part in _parts(layer, f"{path}.layers.{index}", f"layer {index}", rotaries[index], experts, make):
+            block = _block_for(part, f"layer {index}")
+            found[-1].append((block, replace(part, index=counts[block])))
+            counts[block] += 1
+    rules = attention_rules(decoder, weights)
+    layers = []
+    with weights.walk(backward=False) as walk:
+        for index, parts in enumerate(found):
+            walk.layer(index)
+            layers.append([block.take(replace(part, rule=rules.get(id(part.module)))) for block, part in parts])
+    norm, epsilon = norm_weight(decoder.norm)
+    kinds = sorted(set(several or [None]))
+    return WrittenOutDecoder(layers, decoder.norm.weight.dtype, norm, epsilon, decoder.rotary_emb, kinds, kernels)
+
+
+def _parts(
+    layer: Any, path: str, where: str, rotary: str | None, experts: Experts | None, make: MakeMatrix
+) -> Iterator[LayerPart]:
+    """Attention (or what stands in its place) and MLP of a layer."""
+    children = {name: module for name, module in layer.named_children() if any(True for _ in module.parameters())}
+    four = children.keys() >= {*_BEFORE_OF_TWO, *_AFTER}
+    before, after = (_BEFORE_OF_TWO, _AFTER) if four else (_BEFORE, (None, None))
+    norms = [name for name in (*before, *after) if name is not None]
+    mixers = [block.module for block in BLOCKS if block.module != _MLP]
+    first = next((name for name in mixers if name in children), mixers[0])
+    known = {first, _MLP, *norms}
+    if children.keys() != known:
+        raise UnsupportedError(f"{where} consists of {', '.join(children)}, not of {', '.join(sorted(known))}")
+    for name in sorted(norms):
+        _check_norm(children[name], f"{where}: {name}")
+    for name, norm, norm_after in zip((first, _MLP), before, after, strict=True):
+        behind = None if norm_after is None else children[norm_after]
+        yield LayerPart(name, f"{path}.{name}", children[name], children[norm], behind, 0, None, rotary, experts, make)
+
+
+def _block_for(part: LayerPart, where: str) -> type[Block]:
+    """The kind of block that computes `part`."""
+    block = next(each for each in BLOCKS if each.module == part.name and each.recognises(part))
+    _check_parameters(part.module, block.parameters, f"{where}: {part.name}")
+    if part.after is not None and not block.norm_after:
+        raise UnsupportedError(f"{where} has a norm after {part.name}, which a {block.__name__} has not")
+    return block
+
+
+def _check_norm(norm: Any, where: str) -> None:
+    _check_parameters(norm, {"weight"}, where)
+    if not hasattr(norm, "variance_epsilon") and type(norm).__name__ not in _ONE_PLUS:
+        raise UnsupportedError(f"{where} is a {type(norm).__name__}, not an RMS norm")
+
+
+def _check_parameters(module: Any, known: Set[str], where: str) -> None:
+    unknown = {name for name, _ in module.named_parameters()} - known
+    if unknown:
+        raise UnsupportedError(f"{where} has parameters {', '.join(sorted(unknown))}")
