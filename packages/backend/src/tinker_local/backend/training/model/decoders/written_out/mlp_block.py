@@ -51,7 +51,7 @@ class MlpBlock:
     @classmethod
     def recognises(cls, part: LayerPart) -> bool:
         """See `Block.recognises`."""
-        return True
+        return all(hasattr(part.module, name) for name in (*GATE_UP.parts, "down_proj"))
 
     @classmethod
     def take(cls, part: LayerPart) -> "MlpBlock":

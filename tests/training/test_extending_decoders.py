@@ -1,0 +1,80 @@
+"""docs/extending.md is true: its block and its kind of frozen matrix train as they stand there, registered here
+alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tinker_local.backend.training.model.decoders.written_out import take_layers
+from tinker_local.backend.training.run.worker import HFTrainer
+from tinker_local.backend.training.trainer_config import TrainerConfig
+from tinker_local.backend.weights.kinds import KINDS
+from tinker_local.types import LoraConfig, UnsupportedError
+
+from tests.training.autograd_reference import norms_in_float64
+from tests.training.conftest import TEXT, Maker
+
+Guide = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def arcee(tmp_path: Path) -> Path:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.ArceeForCausalLM(transformers.ArceeConfig(**TEXT, head_dim=8, initializer_range=0.2))
+    model.save_pretrained(tmp_path / "arcee")
+    return tmp_path / "arcee"
+
+
+def gradient(folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
+    """Of an adapter whose B is not 0, by the names of its parameters, in float64."""
+    config = TrainerConfig(str(folder), name="m", dtype="float64", device="cpu", micro_batch_tokens=32, **settings)
+    trainer = HFTrainer(config)
+    norms_in_float64(trainer._loaded.model)
+    trainer.create_adapter("a", LoraConfig(rank=4, seed=1))
+    adapter = trainer._adapters["a"]
+    noise = np.random.default_rng(3).standard_normal(len(adapter.weights))
+    adapter.weights.add_(torch.from_numpy(noise * 0.05))
+    trainer.forward_backward([Maker(np.random.default_rng(4)).work("a", [9, 21, 14])])
+    assert adapter.gradient is not None
+    return {spec.name: spec.view(adapter.gradient).clone() for spec in adapter.specs}
+
+
+@pytest.mark.parametrize("activation_memory_bytes", [None, 0])
+def test_the_block_of_the_guide_trains_as_autograd_does(
+    guide: Guide, arcee: Path, monkeypatch: pytest.MonkeyPatch, activation_memory_bytes: int | None
+) -> None:
+    with pytest.raises(UnsupportedError, match="layer 0: mlp: a ArceeMLP is of no known kind"):
+        gradient(arcee, decoder="written-out")
+    block = guide("training/model/decoders/written_out/relu2_block.py").Relu2Block
+    monkeypatch.setattr(take_layers, "BLOCKS", (*take_layers.BLOCKS, block))
+    ours = gradient(arcee, decoder="written-out", activation_memory_bytes=activation_memory_bytes)
+    exact = gradient(arcee, decoder="autograd")
+    assert {name.rpartition(".layers.")[2] for name in ours} == {name.rpartition(".layers.")[2] for name in exact}
+    assert any("up_proj" in name for name in ours)
+    for name, wanted in exact.items():
+        torch.testing.assert_close(ours[name], wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("decoder", ["written-out", "autograd"])
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_vl_untied"])
+def test_the_kind_of_matrix_of_the_guide_trains_as_a_dense_one(
+    guide: Guide, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, model: str, decoder: str
+) -> None:
+    module, made = guide("weights/transposed.py"), []
+
+    def transposed(modules: Any) -> Any:
+        made.append(modules)
+        return module.transposed(modules)
+
+    monkeypatch.setitem(KINDS, "transposed", transposed)  # type: ignore[arg-type]
+    ours = gradient(model_path(model), decoder=decoder, weights="transposed")
+    dense = gradient(model_path(model), decoder=decoder)
+    assert len(made) > 8
+    for name, wanted in dense.items():
+        torch.testing.assert_close(ours[name], wanted, rtol=1e-9, atol=1e-12)
