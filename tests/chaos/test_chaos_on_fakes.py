@@ -15,6 +15,7 @@ DATA = [Datum(model_input=ModelInput.from_ints([5, 9, 20]), loss_fn_inputs={"tar
 OTHER = [Datum(model_input=ModelInput.from_ints([7, 8]), loss_fn_inputs={"target_tokens": [8, 99]})]
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.more
 @pytest.mark.timeout(900)
 def test_a_minute_of_faults_breaks_no_promise_on_fakes() -> None:

@@ -119,6 +119,7 @@ def run_page(page: Path, folder: Path) -> str:
 
 
 @pytest.mark.more
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("name", RUN)
 def test_every_block_of_a_page_runs(name: str, tmp_path: Path) -> None:
     printed = run_page(DOCS / f"{name}.md", tmp_path)

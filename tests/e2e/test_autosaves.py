@@ -51,6 +51,7 @@ def saved_tensors(data_dir: Path, client: Any) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.more
 def test_a_real_run_goes_on_to_the_same_bits_from_what_the_server_saved_by_itself(
     serve: Any, tiny_models: dict[str, Path]

@@ -95,6 +95,7 @@ def test_the_first_program_teaches_a_style_and_keeps_the_facts(small_server: Ser
     ]
 
 
+@pytest.mark.rotated(2)
 def test_all_positions_of_the_context_agree_with_transformers(
     service: tinker.ServiceClient, small_server: Server, reference: Reference, real_text: npt.NDArray[np.int64]
 ) -> None:
@@ -197,6 +198,7 @@ def test_exports_answer_the_same_in_transformers(
     assert "Paris, matey" in tokenizer.decode(ours)
 
 
+@pytest.mark.rotated(2)
 def test_a_killed_server_goes_on_from_the_saved_state(small_model: Path, tokenizer: Any, tmp_path: Path) -> None:
     """Saved after two steps, killed after three: the third and fourth are then what they would have been."""
     options = (tmp_path / "data", "--model", f"{NAME}={small_model}")

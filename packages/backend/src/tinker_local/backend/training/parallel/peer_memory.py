@@ -24,6 +24,11 @@ Handle = tuple[bytes, int]
 """What another process needs to find memory of this one: what to open, and where it begins in that, in bytes."""
 
 
+CANNOT = (OSError, RuntimeError, ValueError)
+"""What is raised where memory cannot be shared or opened: by a driver, by torch and by `mmap`. A rank that let one of
+them through would leave the others waiting for it."""
+
+
 class PeerMemory(Protocol):
     """Memory of one kind of device."""
 
@@ -146,7 +151,7 @@ def connect(own: Sequence[torch.Tensor], group: Any) -> Peers | str:
         memory = DeviceMemory() if device.type == "cuda" else HostMemory()
         handles = [memory.share(part) for part in own]
         sums = [_sum(part) for part in own]  # which also waits until the parts are written
-    except OSError as error:
+    except CANNOT as error:
         fault = str(error)
     shared = _all(((handles, sums), fault), group)
     if fault := next((said for _, said in shared if said), ""):
@@ -167,7 +172,7 @@ def connect(own: Sequence[torch.Tensor], group: Any) -> Peers | str:
             for each, found in enumerate(map(_sum, whole.view(len(shared), -1))):
                 if found != shared[each][0][1][number]:
                     raise OSError(f"rank {rank} reads other bytes from rank {each} than are there")
-    except OSError as error:
+    except CANNOT as error:
         fault = str(error)
     fault = next((said for said in _all(fault, group) if said), "")
     return fault or peers
