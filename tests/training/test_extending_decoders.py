@@ -10,23 +10,29 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tinker_local.backend.training.lora.lora import AdapterSlice, groups_of
+from tinker_local.backend.training.lora.lora_batch import LoraBatch
+from tinker_local.backend.training.model.attention import Segments
 from tinker_local.backend.training.model.decoders.written_out import take_layers
+from tinker_local.backend.training.model.decoders.written_out.block import RowContext
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer_config import TrainerConfig
-from tinker_local.backend.weights.kinds import KINDS
+from tinker_local.backend.weights.kinds import KINDS, maker_of
 from tinker_local.types import LoraConfig, UnsupportedError
 
 from tests.training.autograd_reference import norms_in_float64
 from tests.training.conftest import TEXT, Maker
+from tests.training.test_live_memory import Live
 
 Guide = Callable[[str], ModuleType]
 
 
 @pytest.fixture
 def arcee(tmp_path: Path) -> Path:
+    settings = {**TEXT, "intermediate_size": 512, "head_dim": 8, "initializer_range": 0.2}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = transformers.ArceeForCausalLM(transformers.ArceeConfig(**TEXT, head_dim=8, initializer_range=0.2))
+        model = transformers.ArceeForCausalLM(transformers.ArceeConfig(**settings))
     model.save_pretrained(tmp_path / "arcee")
     return tmp_path / "arcee"
 
@@ -78,3 +84,59 @@ def test_the_kind_of_matrix_of_the_guide_trains_as_a_dense_one(
     assert len(made) > 8
     for name, wanted in dense.items():
         torch.testing.assert_close(ours[name], wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_the_block_of_the_guide_takes_the_memory_that_it_says(
+    guide: Guide, arcee: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block_class = guide("training/model/decoders/written_out/relu2_block.py").Relu2Block
+    monkeypatch.setattr(take_layers, "BLOCKS", (*take_layers.BLOCKS, block_class))
+    trainer = HFTrainer(TrainerConfig(str(arcee), name="m", device="cpu", decoder="written-out"))
+    trainer.create_adapter("a", LoraConfig(rank=16, seed=1))
+    decoder: Any = trainer._loaded.decoder
+    tokens, block = 1024, decoder.layers[0][1]
+    x = torch.randn(tokens, TEXT["hidden_size"])
+    slices = [AdapterSlice(trainer._adapters["a"], 0, tokens)]
+    batch = LoraBatch(groups_of(decoder.targets), slices, x.dtype, torch.float32, gradient=True)
+    context = RowContext(trainer._loaded.kernels, Segments((tokens,), x.device), {}, batch)
+    grad = torch.randn_like(x)
+    with torch.no_grad(), Live([x, grad, *batch._grad_a.values(), *batch._grad_b.values()]) as live:
+        run = block.start(x, context)
+        run.forward()
+        run.restore()
+        run.backward(grad)
+    said = block.memory(tokens, batch.columns, 4)
+    wanted = said.lean + said.large + said.transient
+    assert 0.8 * wanted <= live.peak <= wanted + 4 * x.nbytes  # the decoder counts rows of the hidden size itself
+
+
+def test_two_blocks_that_would_share_an_adapter_are_refused(
+    guide: Guide, arcee: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two classes with one name of a group count their blocks each from 0."""
+    first = guide("training/model/decoders/written_out/relu2_block.py").Relu2Block
+    other = guide("training/model/decoders/written_out/relu2_block.py").Relu2Block
+    monkeypatch.setattr(first, "recognises", classmethod(lambda _, part: "layers.0." in part.path))
+    monkeypatch.setattr(take_layers, "BLOCKS", (take_layers.BLOCKS[0], first, other))
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.up_proj and .*layers\.1\.mlp\.up_proj are both up_proj 0"):
+        gradient(arcee, decoder="written-out")
+
+
+def test_kinds_that_are_unknown_divided_or_wrong_are_refused(
+    guide: Guide, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = guide("weights/transposed.py")
+
+    def without_head(modules: Any) -> Any:
+        made = module.transposed(modules)
+        if modules[0].out_features == TEXT["vocab_size"]:
+            made.columns.zero_()
+        return made
+
+    monkeypatch.setitem(KINDS, "transposed", without_head)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="its LM head gives differs from transformers' by 1 of its norm"):
+        gradient(model_path("qwen3"), weights="transposed")
+    with pytest.raises(UnsupportedError, match="weights 'int3' is none of dense, transposed"):
+        gradient(model_path("qwen3"), weights="int3")
+    with pytest.raises(UnsupportedError, match="weights 'transposed' cannot be divided over 2 ranks"):
+        maker_of("transposed", shards=2)

@@ -87,6 +87,15 @@ def groups_of(targets: Sequence[Target]) -> Groups:
     return groups
 
 
+def check_distinct(targets: Sequence[Target]) -> None:
+    """ValueError if two targets are the same projection of the same block of a group: they would share one adapter."""
+    seen: dict[tuple[str, str, int], str] = {}
+    for target in targets:
+        path = seen.setdefault((target.group, target.projection, target.index), target.path)
+        if path != target.path:
+            raise ValueError(f"{path} and {target.path} are both {target.projection} {target.index} of {target.group}")
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One factor of an adapter: its name in PEFT's files, its target, the target's `order` in the model, A or B, its

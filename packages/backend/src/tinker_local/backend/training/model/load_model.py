@@ -15,14 +15,15 @@ from tinker_local.backend.training.kernels.kernels import Kernels
 from tinker_local.backend.training.lora.lora import HEAD_GROUP, Target
 from tinker_local.backend.training.model.checkpoint_fit import check_files, check_finite, check_found
 from tinker_local.backend.training.model.decoder import Decoder
-from tinker_local.backend.training.model.decoders import make_decoder
+from tinker_local.backend.training.model.decoders import make_decoder, tolerance_of
 from tinker_local.backend.training.model.logit_rule import logit_rule
 from tinker_local.backend.training.model.vision_attention import use_packed_attention
 from tinker_local.backend.training.model.vision_tower import VisionTower
 from tinker_local.backend.training.parallel.shared_rows import ONE_HAS_ALL, RowRanks
 from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.weight_files import folder_of
-from tinker_local.backend.weights.kinds import KINDS
+from tinker_local.backend.weights.frozen_matrix import FrozenMatrix
+from tinker_local.backend.weights.kinds import maker_of
 from tinker_local.backend.weights.large_weights import RESIDENT, LargeWeights
 from tinker_local.types import UnsupportedError
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -33,12 +34,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """`model`: transformers' whole model. `decoder`: runs from its embeddings to its LM head. `tower`: of models that
-    read images. `weights`: where those of decoder and head are. `kernels`: the operations of both besides matmuls.
-    `logit_rule`: what follows the LM head. `max_positions`: the most of a sequence."""
+    """`model`: transformers' whole model. `decoder`: runs from its embeddings to its LM head, whose matrix is `head`
+    [V, H]. `tower`: of models that read images. `weights`: where those of decoder and head are. `kernels`: the
+    operations of both besides matmuls. `logit_rule`: what follows the LM head. `max_positions`: the most of a
+    sequence."""
 
     model: Any
     decoder: Decoder
+    head: FrozenMatrix
     tower: VisionTower | None
     weights: LargeWeights
     kernels: Kernels
@@ -165,7 +168,7 @@ def load_model(settings: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> Lo
     With `shards`, or several `row_ranks`, all ranks load at the same time. Raises UnsupportedError if the family or the
     architecture is not supported.
     """
-    path = settings.model
+    path, make = settings.model, maker_of(settings.weights, settings.shards)
     config = config_of(path)
     family = family_of(config.model_type, path)
     if getattr(config, "quantization_config", None):
@@ -182,12 +185,14 @@ def load_model(settings: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> Lo
         use_packed_attention(model.get_submodule(family.vision.tower))
     kernels = kernels_for(place, chosen)
     with stage("decoder compared"):
-        decoder = make_decoder(
-            model, family, kernels, settings.decoder, path, weights, row_ranks, max_positions, KINDS[settings.weights]
-        )
+        decoder = make_decoder(model, family, kernels, settings.decoder, path, weights, row_ranks, max_positions, make)
+        head = make([model.lm_head])
+        if weights is RESIDENT:
+            _compare_head(head, model.lm_head, path)
     return LoadedModel(
         model=model,
         decoder=decoder,
+        head=head,
         tower=None if family.vision is None else VisionTower(model, family.vision),
         weights=weights,
         kernels=kernels,
@@ -198,6 +203,20 @@ def load_model(settings: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> Lo
         dtype=chosen,
         device=place,
     )
+
+
+@torch.no_grad()
+def _compare_head(head: FrozenMatrix, module: torch.nn.Linear, where: str) -> None:
+    """UnsupportedError unless `head` multiplies as transformers' LM head does, before its bias."""
+    x = torch.linspace(-1, 1, 2 * head.inputs, dtype=head.dtype, device=head.device).view(2, -1)
+    ours, theirs = head.times(x).double(), torch.nn.functional.linear(x, module.weight).double()
+    difference, norm = float((ours - theirs).norm()), float(theirs.norm())
+    allowed = tolerance_of(head.dtype)
+    if not difference <= allowed * norm:
+        raise UnsupportedError(
+            f"{where}: what its LM head gives differs from transformers' by {difference / norm if norm else 1:.2g} of "
+            f"its norm; allowed is {allowed}"
+        )
 
 
 def _load(

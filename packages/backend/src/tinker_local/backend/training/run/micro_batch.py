@@ -29,7 +29,6 @@ from tinker_local.backend.training.run.packing import Item, Packed, Part, pack, 
 from tinker_local.backend.training.run.recompute_policy import RecomputePolicy, free_bytes
 from tinker_local.backend.training.trainer import TrainWork
 from tinker_local.backend.training.trainer_config import TrainerConfig
-from tinker_local.backend.weights.kinds import KINDS
 from tinker_local.backend.weights.large_weights import RESIDENT, Walk
 from tinker_local.types import ApiError, InvalidRequestError
 
@@ -92,9 +91,7 @@ class MicroBatchRunner:
         head = loaded.model.lm_head
         bias = None if head.bias is None else head.bias.detach()
         chunk = config.logit_chunk_elements or (CUDA_LOGITS if loaded.device.type == "cuda" else CPU_LOGITS)
-        self._head = LmHead(
-            KINDS[config.weights]([head]), loaded.kernels, chunk, self.float_dtype, bias, loaded.logit_rule
-        )
+        self._head = LmHead(loaded.head, loaded.kernels, chunk, self.float_dtype, bias, loaded.logit_rule)
 
     @property
     def images_encoded(self) -> int:

@@ -126,11 +126,16 @@ def _compare(decoder: Decoder, model: Any, family: Family, weights: LargeWeights
     squares = torch.stack([(packed - wanted).square().sum(), wanted.square().sum()])
     row_ranks.add_up(squares)  # so that all ranks come to the same conclusion
     difference = float((squares[0] / squares[1]).sqrt())
-    tolerance = _TOLERANCE.get(embeds[0].dtype, _TOLERANCE_16_BIT)
+    tolerance = tolerance_of(embeds[0].dtype)
     if not difference <= tolerance:
         raise UnsupportedError(
             f"its hidden states differ from transformers' by {difference:.2g} of their norm; allowed is {tolerance}"
         )
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """The largest difference from transformers that is allowed, relative to the norm."""
+    return _TOLERANCE.get(dtype, _TOLERANCE_16_BIT)
 
 
 def _batched(positions: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tinker_local.backend.options import DecoderName
 from tinker_local.backend.training.kernels.kernels import Kernels
+from tinker_local.backend.training.lora.lora import check_distinct
 from tinker_local.backend.training.lora.lora_batch import LoraBatch
 from tinker_local.backend.training.model.attention import Segments
 from tinker_local.backend.training.model.decoder import PackedRow
@@ -53,6 +54,7 @@ class WrittenOutDecoder:
         self.kinds = kinds
         self.kernels = kernels
         self.targets = [target for layer in layers for block in layer for target in block.targets]
+        check_distinct(self.targets)
 
     def forward(
         self, row: PackedRow, lora: LoraBatch, policy: RecomputePolicy | None, walk: Walk = RESIDENT

@@ -48,6 +48,8 @@ def take_layers(
     """
     if getattr(decoder, "rotary_emb", None) is None:
         raise UnsupportedError("it has no rotary positions")
+    if getattr(decoder, "norm", None) is None:
+        raise UnsupportedError("it has no norm after its layers")
     several = getattr(decoder.rotary_emb, "layer_types", None)  # in Gemma 3
     rotaries = decoder.config.layer_types if several else [None] * len(decoder.layers)
     _check_parameters(decoder.norm, {"weight"}, "norm")
