@@ -78,3 +78,16 @@ def test_rows_in_float32_take_an_adapter_in_bfloat16() -> None:
     Factors.of([a], [b], [6]).add(y, x)
     expected = x.double() @ a.double().T @ b.double().T
     torch.testing.assert_close(y.double(), expected, atol=2**-8 * float(expected.abs().max()), rtol=0.0)
+
+
+@pytest.mark.parametrize("rows", [1, 32, 33])
+def test_rows_of_16_bits_get_their_products_however_few_they_are(rows: int) -> None:
+    a, b = ([tensor.bfloat16() for tensor in stacked] for stacked in slots_with((8, 1, 2)))
+    random = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(rows, width, generator=random).bfloat16() for width in (INPUTS, sum(WIDTHS) + 2))
+    expected, added_to = 0.5 * in_float64(x, a, b, 1), y.clone()
+    TrimmedSlots().of(a, b, WIDTHS, 1).add(added_to, x, 0.5)
+    assert torch.equal(added_to[:, sum(WIDTHS) :], y[:, sum(WIDTHS) :])
+    found = added_to[:, : sum(WIDTHS)].double()
+    wanted = y[:, : sum(WIDTHS)].double() + expected
+    torch.testing.assert_close(found, wanted, atol=2**-7 * float(wanted.abs().max()), rtol=0.0)
