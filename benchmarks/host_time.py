@@ -84,12 +84,12 @@ def started(checkout: Path, models: Path) -> subprocess.Popen[str]:
     """The program with the packages of `checkout`."""
     sources = [str(path) for path in sorted(checkout.glob("packages/*/src"))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["VLLM_LOGGING_LEVEL"] = "ERROR"
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(models)],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
         text=True,
         cwd=models,
     )

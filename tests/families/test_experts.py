@@ -232,7 +232,7 @@ class Merged:
 @pytest.mark.mutation(
     "router-without-gradient-written-out",
     "ExpertsPass._add_gradient_by_scores",
-    "block.routing.add_back(grad_m, grad_logits)",
+    "block.router_matrix.add_back(grad_m, grad_logits)",
     "grad_m.add_(0)",
     cases=("qwen3_moe-written-out", "gpt_oss-written-out"),
 )

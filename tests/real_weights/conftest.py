@@ -18,14 +18,14 @@ NAME = "smollm2"
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.fixture(scope="package")  # it takes 7 GiB: not for as long as this worker lives
+@pytest.fixture(scope="module")  # it takes 7 GiB: not for as long as this worker lives
 def small_server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = start_server(tmp_path_factory.mktemp("small") / "data", "--model", f"{NAME}={small_model}")
     yield server
     server.stop()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def service(small_server: Server) -> Iterator[tinker.ServiceClient]:
     with tinker.ServiceClient(base_url=small_server.url, api_key="tml-local") as one:
         yield one

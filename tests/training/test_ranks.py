@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
 from multiprocessing import connection, forkserver
@@ -73,11 +74,13 @@ def where(processes: Sequence[Any], folder: Path, extent: str) -> dict[int, str]
     """How each rank ended, or the innermost frames of what it does."""
     running = {rank: process for rank, process in enumerate(processes) if process.exitcode is None}
     for process in running.values():
-        os.kill(process.pid, signal.SIGUSR1)
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGUSR1)
     time.sleep(2)
     found = {rank: f"exit code {process.exitcode}" for rank, process in enumerate(processes)}
     for rank in running:
-        _, _, frames = (folder / f"{extent}-{rank}.trace").read_text().rpartition("most recent call first")
+        trace = folder / f"{extent}-{rank}.trace"
+        _, _, frames = (trace.read_text() if trace.exists() else "").rpartition("most recent call first")
         found[rank] = " < ".join(f"{name}:{line}" for name, line in re.findall(r'/([\w.]+)", line (\d+)', frames)[:8])
     return found
 
@@ -98,7 +101,7 @@ def spawned(folder: Path, size: int, extent: str = "all", program: str = "rank_p
         running = {process.sentinel: process for process in started}
         failed = False
         while running and not failed:  # a rank that dies leaves the others waiting for it
-            ended = [running.pop(each) for each in connection.wait(running, 600)]
+            ended = [running.pop(each) for each in connection.wait(running, 420)]
             failed = not ended or any(process.exitcode for process in ended)
         if failed:
             pytest.fail(f"{program} of {size} ranks: {where(started, folder, extent)}")

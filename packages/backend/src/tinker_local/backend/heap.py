@@ -21,8 +21,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 IDLE_SECONDS = 30.0
 """A process that computes again sooner than this keeps its memory."""
 
-_AT_REST = 0.1
-"""Processors that a process takes which computes nothing, and processor seconds in which it fills no memory."""
+_IDLE_SHARE, _SOME_WORK = 0.1, 0.1
+"""The share of a processor that a process takes which computes nothing; and processor seconds without which there is
+nothing to give back again."""
 
 _new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _new_bytearray.restype, _new_bytearray.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
@@ -68,7 +69,7 @@ def keep_freed_memory() -> None:
 
     glibc maps each large buffer anew, and a thread's arena has no blocks above 64 MiB, so the kernel clears 1.2 million
     pages in a training step of a small model: a sixth of its time. What is kept goes back to the machine whenever this
-    process rests for `IDLE_SECONDS`. Does nothing without glibc.
+    process has rested for one or two times `IDLE_SECONDS`. Does nothing without glibc.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None and not memory_of_gpus():
@@ -83,7 +84,7 @@ def _give_back_at_rest() -> None:
         before = time.process_time()
         time.sleep(IDLE_SECONDS)
         now = time.process_time()
-        if now - before < _AT_REST * IDLE_SECONDS and now - given > _AT_REST:
+        if now - before < _IDLE_SHARE * IDLE_SECONDS and now - given > _SOME_WORK:
             give_memory_back()
             given = time.process_time()
 

@@ -17,9 +17,10 @@ class TrainerConfig:
     `logit_chunk_elements`: maximum number of logits in memory at once (None: 2^28 on CUDA, 2^26 elsewhere).
     `image_cache_bytes`: limit for image features cached on the device. `module_gradient_norms`: `optim_step` also
     reports the norm of each module. `decoder`: runs the layers; "auto" means "written-out" if it supports them, else
-    "autograd". `weights`: the kind of frozen matrices, of `weights/kinds.py`. `shards`: how many ranks, in a row, hold
-    one copy of the layers and of an untied LM head together, each a part; 1: all are whole on each. `context_parallel`:
-    how many ranks, in a row, share each micro-batch, which then has as many times `micro_batch_tokens`.
+    "autograd". `weights`: the kind of frozen matrices in layers and LM head, of `weights/kinds.py`. `shards`: how many
+    ranks, in a row, hold one copy of the layers and of an untied LM head together, each a part; 1: all are whole on
+    each. `context_parallel`: how many ranks, in a row, share each micro-batch, which then has as many times
+    `micro_batch_tokens`.
     """
 
     model: str

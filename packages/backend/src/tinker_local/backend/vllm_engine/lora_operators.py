@@ -24,9 +24,9 @@ def segments(adapter_ids: Sequence[int], slots: Sequence[int | None]) -> list[Se
     return [(slots.index(int(ids[a])), a, b) for a, b in zip(starts, stops, strict=True) if ids[a] > 0]
 
 
-_FEW_ROWS = 32
-"""Of 16 bits that are multiplied in float32 on a CPU: a small product of 16 bits takes 20 µs to begin there, and one of
-float32 3. With 64 rows it no longer matters."""
+_FEW_ROWS, _MOST_OF_B = 32, 2**18
+"""Up to so many rows of 16 bits, and numbers of B, are multiplied in float32 on a CPU. There a small product of 16 bits
+takes 20 µs to begin, and one of float32 takes 3; with 64 rows, or an LM head, it no longer matters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +59,7 @@ class Factors:
         if len(kept) == 1 and not trim:
             return cls(kept[0], parts)
         joined = torch.cat(kept) if kept else a[0][:0]
-        if not trim or joined.itemsize > 2:
+        if not trim or joined.itemsize > 2 or sum(b_ro.numel() for _, _, b_ro, _ in parts) > _MOST_OF_B:
             return cls(joined, parts)
         return cls(joined, parts, cls(joined.float(), [(*ranks, b_ro.float(), begin) for *ranks, b_ro, begin in parts]))
 

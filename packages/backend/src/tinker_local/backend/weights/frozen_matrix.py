@@ -1,4 +1,5 @@
-"""Matrices of the frozen base model. What needs a product with one asks it for that, and does not see its numbers.
+"""Matrices of the frozen base model. What needs a product with one of a layer or of the LM head asks it for that, and
+does not see its numbers.
 
 So a matrix may be stored in any way: in one tensor, as a part of a joined one, in memory that is filled just before it
 is read (`large_weights.py`), in fewer bits. `W` is what transformers calls `weight`: [out, in].

@@ -1,6 +1,6 @@
 """Which matrices of a layer are one, here and in vLLM: those that read the same input, one below the other.
 
-vLLM's layout is ours, so that both can read the same memory: `tests/families/test_joined_names.py` compares them.
+vLLM has the same rows in the same order, which `tests/families/test_joined_names.py` compares with its modules.
 """
 
 from collections.abc import Mapping

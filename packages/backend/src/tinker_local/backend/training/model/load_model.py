@@ -168,9 +168,10 @@ def load_model(settings: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> Lo
     With `shards`, or several `row_ranks`, all ranks load at the same time. Raises UnsupportedError if the family or the
     architecture is not supported.
     """
-    path, make = settings.model, maker_of(settings.weights, settings.shards)
+    path = settings.model
     config = config_of(path)
     family = family_of(config.model_type, path)
+    make = maker_of(settings.weights, shards=settings.shards, experts=family.lora.experts is not None)
     if getattr(config, "quantization_config", None):
         raise UnsupportedError(f"{path}: quantized weights cannot be trained; {family.quantized}")
     text_config = config.get_text_config()

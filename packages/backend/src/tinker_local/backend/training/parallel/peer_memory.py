@@ -36,7 +36,7 @@ class PeerMemory(Protocol):
         """Let other processes read a contiguous `tensor`, while it lives."""
 
     def open(self, handle: Handle, nbytes: int) -> Any:
-        """The memory of another process, for `copy`. Raises OSError if this process cannot read it."""
+        """The memory of another process, for `copy`. Raises one of `CANNOT` if this process cannot read it."""
 
     def own(self, tensor: torch.Tensor) -> Any:
         """The memory of a tensor of this process, for `copy`."""
@@ -152,7 +152,7 @@ def connect(own: Sequence[torch.Tensor], group: Any) -> Peers | str:
         handles = [memory.share(part) for part in own]
         sums = [_sum(part) for part in own]  # which also waits until the parts are written
     except CANNOT as error:
-        fault = str(error)
+        fault = str(error) or type(error).__name__
     shared = _all(((handles, sums), fault), group)
     if fault := next((said for _, said in shared if said), ""):
         return fault
@@ -173,7 +173,7 @@ def connect(own: Sequence[torch.Tensor], group: Any) -> Peers | str:
                 if found != shared[each][0][1][number]:
                     raise OSError(f"rank {rank} reads other bytes from rank {each} than are there")
     except CANNOT as error:
-        fault = str(error)
+        fault = str(error) or type(error).__name__
     fault = next((said for said in _all(fault, group) if said), "")
     return fault or peers
 

@@ -28,9 +28,15 @@ from tinker_local.backend.training.model.decoders.packed_attention import (
     attention_rules,
 )
 from tinker_local.backend.training.model.decoders.packed_delta_net import is_delta_net, packed_delta_net
-from tinker_local.backend.training.model.decoders.packed_experts import expert_targets, is_experts, packed_experts
+from tinker_local.backend.training.model.decoders.packed_experts import (
+    expert_targets,
+    is_experts,
+    packed_experts,
+    weights_of,
+)
 from tinker_local.backend.training.model.decoders.recomputed_norm import RecomputedNorm, is_norm
 from tinker_local.backend.training.model.decoders.transformers_positions import decoder_rotations
+from tinker_local.backend.training.model.experts import ExpertWeights
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory, Keep, LayerMemory, RecomputePolicy
 from tinker_local.backend.weights.dense import dense
@@ -75,7 +81,7 @@ class AutogradDecoder:
             for index, layer in enumerate(modules.layers):
                 walk.layer(index)
                 norms += [module for module in layer.modules() if is_norm(module)]
-                gated += [module for module in layer.modules() if is_gated(module)]
+                gated += [one for one in layer.modules() if is_gated(one) and one.down_proj in self._by_module]
                 deltas += [module for module in layer.modules() if is_delta_net(module)]
                 if lora.experts is not None:
                     named = layer.named_modules(prefix=f"{path}.layers.{index}")
@@ -85,9 +91,12 @@ class AutogradDecoder:
         for delta in deltas:
             delta.forward = functools.partial(self._delta, delta, delta.forward)
         self._expert_targets: dict[Any, list[Target]] = {}
+        self._expert_weights: dict[Any, ExpertWeights] = {}
         if lora.experts is not None:
             for index, (name, module) in enumerate(experts):
                 self._expert_targets[module] = expert_targets(name, "experts", index, module, lora.experts)
+                if (of_module := weights_of(module)) is not None:
+                    self._expert_weights[module] = of_module
                 module.forward = functools.partial(self._experts, module, module.forward)
             found = {**self._by_module, **self._expert_targets}
             self.targets = [target for module in modules.modules() for target in found.get(module, ())]
@@ -150,7 +159,7 @@ class AutogradDecoder:
             self._run = None
 
     def _low_rank(self, linear: Any) -> LowRank | None:
-        if self._run is None or linear not in self._by_module:
+        if self._run is None:
             return None
         target = self._by_module[linear][0]
         return self._run.lora.group(target.group, target.index)
@@ -183,7 +192,7 @@ class AutogradDecoder:
             return original(x, experts, scores)
         gate, _, down = self._expert_targets[module]
         low_ranks = (self._run.lora.group(target.group, target.index) for target in (gate, down))
-        return packed_experts(module, x, experts, scores, *low_ranks)
+        return packed_experts(self._expert_weights[module], x, experts, scores, *low_ranks)
 
     def _norm(self, original: Callable[..., Any], x: torch.Tensor) -> Any:
         return original(x) if self._run is None else RecomputedNorm.apply(x, original)
@@ -343,6 +352,10 @@ class AdaptedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, h = ctx.saved_tensors or (grad, None)
-        grad_rows = project_backward(grad.flatten(0, -2), rows, ctx.matrix, ctx.low_rank, h, ctx.parts)
+        grad_output = grad.flatten(0, -2)
+        if ctx.low_rank is None:
+            grad_rows = ctx.matrix.back(grad_output)
+        else:
+            rows, h = ctx.saved_tensors
+            grad_rows = project_backward(grad_output, rows, ctx.matrix, ctx.low_rank, h, ctx.parts)
         return grad_rows.unflatten(0, grad.shape[:-1]), None, None, None, None

@@ -59,7 +59,7 @@ def is_experts(module: Any) -> bool:
     x = torch.linspace(-2, 2, 2 * gate_up.inputs, **place).view(2, -1)
     experts = torch.tensor([[0, gate_up.count - 1], [gate_up.count - 1, 0]], device=gate_up.device)
     scores = torch.tensor([[0.75, 0.25], [0.5, 0.5]], **place)
-    ours = packed_experts(module, x, experts, scores, None, None)
+    ours = packed_experts(weights, x, experts, scores, None, None)
     theirs = module(x, experts, scores)
     return bool((ours - theirs).norm() <= 0.02 * theirs.norm())
 
@@ -93,15 +93,15 @@ def expert_targets(path: str, group: str, index: int, module: Any, names: Expert
 
 
 def packed_experts(
-    module: Any,
+    weights: ExpertWeights,
     x: torch.Tensor,
     experts: torch.Tensor,
     scores: torch.Tensor,
     low_gate_up: LowRank | None,
     low_down: LowRank | None,
 ) -> torch.Tensor:
-    """The output [T, H] of the experts `module` for rows `x` [T, H], which go to `experts` [T, K] with `scores`."""
-    output: torch.Tensor = _Experts.apply(x, scores, experts, weights_of(module), low_gate_up, low_down)
+    """The output [T, H] of experts with `weights` for rows `x` [T, H], which go to `experts` [T, K] with `scores`."""
+    output: torch.Tensor = _Experts.apply(x, scores, experts, weights, low_gate_up, low_down)
     return output
 
 

@@ -57,8 +57,8 @@ class BlockPass(Protocol):
 class LayerPart:
     """What a block is made of: transformers' `module`, called `name` in its layer and at `path` of the model; the norm
     `before` it, and the one `after` it if the family has such. `index`: of the blocks of its class, in the model.
-    `rule` and `rotary`: of its attention (see `AttentionBlock`). `experts`: how the family names routed experts, if it
-    has any. `make`: makes frozen matrices."""
+    `rule`, known when a block is taken, and `rotary`: of its attention (see `AttentionBlock`). `experts`: how the
+    family names routed experts, if it has any. `make`: makes frozen matrices."""
 
     name: str
     path: str
@@ -76,7 +76,7 @@ class Block(Protocol):
     """The frozen weights of one block."""
 
     module: ClassVar[str]
-    """What transformers calls its module in a layer."""
+    """What transformers calls its module in a layer: "mlp", or what stands in the place of attention."""
 
     parameters: ClassVar[Set[str]]
     """The parameters of that module with which it computes, all or some of them. A module with others is refused."""
@@ -86,7 +86,8 @@ class Block(Protocol):
 
     @classmethod
     def recognises(cls, part: LayerPart) -> bool:
-        """Whether `part`, whose `name` is `module`, is of this kind, and not of another one of that name."""
+        """Whether `part`, whose `name` is `module`, is of this kind, and not of another one of that name. Weights have
+        no values yet where ranks hold parts of them."""
 
     @classmethod
     def take(cls, part: LayerPart) -> "Block":

@@ -32,6 +32,7 @@ from tinker_local.backend.training.model.experts import (
     gate_and_up,
 )
 from tinker_local.backend.training.run.block_memory import BlockMemory, experts_memory
+from tinker_local.backend.weights.dense import DenseMatrix
 from tinker_local.backend.weights.frozen_matrix import FrozenMatrix
 from tinker_local.types import UnsupportedError
 
@@ -39,14 +40,14 @@ from tinker_local.types import UnsupportedError
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertsBlock:
     """The weights of experts block `index`; `norm` [H]. `router(m)`: transformers' module, which returns logits, scores
-    [T, K] and experts [T, K]; `routing` [E, H]: its matrix; `softmax`: whether the scores are the softmax of the chosen
-    experts' logits. `shared`: the expert that every position takes, or None."""
+    [T, K] and experts [T, K]; `router_matrix` [E, H]: its weights; `softmax`: whether the scores are the softmax of the
+    chosen experts' logits. `shared`: the expert that every position takes, or None."""
 
     index: int
     norm: torch.Tensor
     epsilon: float
     router: Any
-    routing: FrozenMatrix
+    router_matrix: FrozenMatrix
     softmax: bool
     chosen: int
     weights: ExpertWeights
@@ -89,7 +90,7 @@ class ExpertsBlock:
             norm=weight,
             epsilon=epsilon,
             router=router,
-            routing=part.make([router]),
+            router_matrix=DenseMatrix(router.weight.detach()),
             softmax=scores_are_softmax(router),
             chosen=router.top_k,
             weights=weights,
@@ -165,7 +166,7 @@ class ExpertsPass:
         if block.softmax:
             experts, count = present(self.routing).of_tokens, block.weights.down.count
             grad_logits = chosen_softmax_backward(grad_scores, present(self.scores), experts, count)
-            block.routing.add_back(grad_m, grad_logits)
+            block.router_matrix.add_back(grad_m, grad_logits)
             return
         with torch.enable_grad():
             leaf = m.detach().requires_grad_()

@@ -96,7 +96,7 @@ def _block_for(part: LayerPart, where: str) -> type[Block]:
     """The kind of block that computes `part`."""
     block = next((each for each in BLOCKS if each.module == part.name and each.recognises(part)), None)
     if block is None:
-        raise UnsupportedError(f"{where}: {part.name}: a {type(part.module).__name__} is of no known kind")
+        raise UnsupportedError(f"{where}: {part.name}: {type(part.module).__name__} is of no known kind")
     _check_parameters(part.module, block.parameters, f"{where}: {part.name}")
     if part.after is not None and not block.norm_after:
         raise UnsupportedError(f"{where} has a norm after {part.name}, which a {block.__name__} has not")
