@@ -55,7 +55,7 @@ async def test_joined_matrices_have_the_rows_of_vllms(family: Any, tmp_path: Pat
             elif hasattr(module, OF_VLLM[EXPERTS_DOWN]):
                 stacks = layer[1].weights
                 for ours, stack in ((EXPERTS_GATE_UP, stacks.gate_up), (EXPERTS_DOWN, stacks.down)):
-                    assert torch.equal(getattr(module, OF_VLLM[ours]), stack.weights)
+                    assert torch.equal(getattr(module, OF_VLLM[ours]), stack.weight)
                     seen.add(OF_VLLM[ours])
         assert seen == SEEN[family]
     finally:

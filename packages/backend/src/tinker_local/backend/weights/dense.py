@@ -8,18 +8,18 @@ from tinker_local.backend.weights.frozen_matrix import GroupedProduct
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DenseMatrix:
-    """A `FrozenMatrix` that is a tensor `weight` [out, in]."""
+class _Dense:
+    """`weight` [..., out, in]."""
 
     weight: torch.Tensor
 
     @property
     def outputs(self) -> int:
-        return len(self.weight)
+        return int(self.weight.shape[-2])
 
     @property
     def inputs(self) -> int:
-        return int(self.weight.shape[1])
+        return int(self.weight.shape[-1])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -28,6 +28,12 @@ class DenseMatrix:
     @property
     def device(self) -> torch.device:
         return self.weight.device
+
+
+class DenseMatrix(_Dense):
+    """A `FrozenMatrix` that is a tensor `weight` [out, in]."""
+
+    __slots__ = ()
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight.T
@@ -45,37 +51,20 @@ class DenseMatrix:
         return onto.addmm_(grad, self.weight)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DenseStack:
-    """A `FrozenStack` that is a tensor `weights` [E, out, in], which may be a transposed view."""
+class DenseStack(_Dense):
+    """A `FrozenStack` that is a tensor `weight` [E, out, in], which may be a transposed view."""
 
-    weights: torch.Tensor
+    __slots__ = ()
 
     @property
     def count(self) -> int:
-        return len(self.weights)
-
-    @property
-    def outputs(self) -> int:
-        return int(self.weights.shape[1])
-
-    @property
-    def inputs(self) -> int:
-        return int(self.weights.shape[2])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weights.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.weights.device
+        return len(self.weight)
 
     def times(self, x: torch.Tensor, groups: GroupedProduct) -> torch.Tensor:
-        return groups.multiply(x, self.weights.transpose(1, 2))
+        return groups.multiply(x, self.weight.transpose(1, 2))
 
     def back(self, grad: torch.Tensor, groups: GroupedProduct) -> torch.Tensor:
-        return groups.multiply(grad, self.weights)
+        return groups.multiply(grad, self.weight)
 
 
 def dense(modules: Sequence[torch.nn.Linear]) -> DenseMatrix:

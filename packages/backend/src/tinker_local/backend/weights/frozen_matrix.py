@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 
 
-class FrozenMatrix(Protocol):
-    """W [out, in], which never changes and needs no gradient. Inputs and results have its dtype."""
+class Frozen(Protocol):
+    """What a matrix, or each of a stack, is: [out, in]; it never changes and needs no gradient."""
 
     @property
     def outputs(self) -> int:
@@ -26,11 +26,15 @@ class FrozenMatrix(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of inputs and results, however W is stored."""
+        """Of inputs and results, however the numbers are stored."""
 
     @property
     def device(self) -> torch.device:
         """Where it computes."""
+
+
+class FrozenMatrix(Frozen, Protocol):
+    """W [out, in]."""
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
         """x W^T: [T, in] -> [T, out]."""
@@ -59,28 +63,12 @@ class GroupedProduct(Protocol):
         """x [S, in] and `matrices` [E, in, out]: [S, out]."""
 
 
-class FrozenStack(Protocol):
+class FrozenStack(Frozen, Protocol):
     """E matrices W_e [out, in] of experts. A row is multiplied by that of its group."""
 
     @property
     def count(self) -> int:
         """E."""
-
-    @property
-    def outputs(self) -> int:
-        """out."""
-
-    @property
-    def inputs(self) -> int:
-        """in."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of inputs and results."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
 
     def times(self, x: torch.Tensor, groups: GroupedProduct) -> torch.Tensor:
         """x W_e^T for the rows of group e: [S, in] -> [S, out]."""

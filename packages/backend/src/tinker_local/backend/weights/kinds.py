@@ -10,9 +10,12 @@ KINDS: Mapping[str, MakeMatrix] = {"dense": dense}
 
 
 def maker_of(kind: str, *, shards: int, experts: bool) -> MakeMatrix:
-    """Makes matrices of `kind`. UnsupportedError if there is no such kind; or, for another than the dense one, if the
-    model has `experts`, whose stacks are dense; or if `shards` ranks hold parts of the weights, which are gathered
-    where a dense matrix reads them, and are not there yet when another kind copies them."""
+    """Makes matrices of `kind`; UnsupportedError if there is no such kind.
+
+    Two things take dense matrices alone: a model with `experts`, whose stacks have no other kind, and `shards`, ranks
+    that hold parts of the weights. These are gathered where a dense matrix reads them, and another kind would copy them
+    before they are there.
+    """
     if kind not in KINDS:
         raise UnsupportedError(f"weights {kind!r} is none of {', '.join(KINDS)}")
     if shards > 1 and kind != "dense":

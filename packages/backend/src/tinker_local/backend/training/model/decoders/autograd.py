@@ -95,8 +95,9 @@ class AutogradDecoder:
         if lora.experts is not None:
             for index, (name, module) in enumerate(experts):
                 self._expert_targets[module] = expert_targets(name, "experts", index, module, lora.experts)
-                if (of_module := weights_of(module)) is not None:
-                    self._expert_weights[module] = of_module
+                of_module = weights_of(module)
+                assert of_module is not None, "is_experts"
+                self._expert_weights[module] = of_module
                 module.forward = functools.partial(self._experts, module, module.forward)
             found = {**self._by_module, **self._expert_targets}
             self.targets = [target for module in modules.modules() for target in found.get(module, ())]
