@@ -29,7 +29,7 @@ from harness import machine, processes
 from harness.model_shapes import SHAPES
 from harness.scale import SCALES, Scale
 from on_cpu import Line, in_turns
-from stacks import MODEL, Run, commit_of, keep, side_by_side
+from stacks import HALF, MODEL, Run, commit_of, keep, side_by_side
 
 MODELS = {"dense": ("qwen3-8b", 12), "experts": ("qwen3-30b-a3b", 6), "linear attention": ("qwen3.5-9b", 8)}
 """The shape of each model, and how many of its layers it has."""
@@ -55,7 +55,13 @@ def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[L
         if wrote.fault:
             raise RuntimeError(f"the model was not written: {wrote.fault}")
         serve = ["--model", f"{MODEL}={model}", "--kv-cache", str(scale.kv_cache_bytes / 2**30)]
-        serve += ["--micro-batch-tokens", str(scale.micro_batch_tokens), "--max-context-length", str(2 * scale.longest)]
+        serve += [
+            "--micro-batch-tokens",
+            str(scale.micro_batch_tokens),
+            "--max-context-length",
+            str(2 * scale.longest),
+            *HALF,
+        ]
         with contextlib.ExitStack() as stack:
             makers: dict[str, Any] = {
                 name: served(

@@ -36,6 +36,8 @@ from measurements.ways import Sdk, step
 from on_cpu import Line, in_turns, table
 
 MODEL = "bench/text"
+HALF = () if machine.gpu_count() == 0 else ("--gpu-memory-utilization", "0.45")
+"""For each of two servers: one that took the whole card would leave the other to recompute its activations."""
 
 
 def prompts_of(scale: Scale, seed: int) -> list[list[int]]:
@@ -138,7 +140,7 @@ def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[L
         if fault := processes.run(["measurements.models", scale.name, str(folder), "text"], 300, log).fault:
             raise RuntimeError(f"the model was not written: {fault}")
     serve = ["--model", f"{MODEL}={model}", "--kv-cache", str(scale.kv_cache_bytes / 2**30)]
-    serve += ["--micro-batch-tokens", str(scale.micro_batch_tokens), "--verbose"]
+    serve += ["--micro-batch-tokens", str(scale.micro_batch_tokens), "--verbose", *HALF]
     sampled = scale.requests * scale.output_tokens
     with contextlib.ExitStack() as stack:
         makers: dict[str, Any] = {

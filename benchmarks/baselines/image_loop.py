@@ -3,6 +3,7 @@
 Legend: T positions of a row, I images of a step.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,9 @@ class ImageLoop:
     def __init__(self, scale: Scale, folder: Path, examples: Sequence[ImageExample], *, recompute: bool) -> None:
         segments.register()
         self._model = _vl_model(folder)
+        for module in self._model.modules():
+            if isinstance(module, torch.nn.Conv3d) and not torch.backends.cudnn.enabled:
+                module.forward = functools.partial(_product, module)
         self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
         self._wrapped = with_lora(self._model, scale.rank, within="language_model", in_compute_dtype=True)
         if recompute:
@@ -72,6 +76,12 @@ class ImageLoop:
             example.tokens[None], mm_token_type_ids=kinds[None], image_grid_thw=torch.tensor([example.grid])
         )
         return positions.to(device())
+
+
+def _product(convolution: torch.nn.Conv3d, patches: torch.Tensor) -> torch.Tensor:
+    """`convolution` of patches as large as its kernel. Without cuDNN it would take seconds, which users do not see."""
+    product = torch.nn.functional.linear(patches.flatten(1), convolution.weight.flatten(1), convolution.bias)
+    return product[:, :, None, None, None]
 
 
 def _vl_model(folder: Path) -> Any:
