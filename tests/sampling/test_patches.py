@@ -23,6 +23,7 @@ NOT_INTERNAL = {
     "id",  # of LoRAModel
     *("kept_by_dynamo", "in_torch", "grammar_masks", "workspaces"),  # ours
     *("disable", "set_num_threads", "_parameters", "_version"),  # torch's
+    *("_cdata", "_schema", "_make_subclass"),  # torch's
     "_exit",  # of os
 }
 """Names that are assigned to and are not internals of vLLM."""

@@ -16,6 +16,7 @@ DType = Literal["float32", "bfloat16"]
 EnginePlace = Literal["inline", "process"]
 DecoderName = Literal["written-out", "autograd"]
 DecoderChoice = Literal["auto", DecoderName]
+SharedWeights = Literal["auto", "off"]
 GrammarChoice = Literal["auto", "always", "never"]
 ShardChoice = Literal["auto", "never"] | int
 
@@ -285,6 +286,13 @@ class BackendOptions:
         CommandOption(
             "How layers are trained: with a hand-written forward and backward, with transformers' modules and "
             "autograd, or with the first where it supports the layers and the second otherwise.",
+        ),
+    ] = "auto"
+    shared_weights: Annotated[
+        SharedWeights,
+        CommandOption(
+            "Whether the sampler reads the trainer's weights in place of a copy: auto, those that vLLM neither pads "
+            "nor packs, where both are in one process on a CPU; off, none.",
         ),
     ] = "auto"
     strict_losses: Annotated[

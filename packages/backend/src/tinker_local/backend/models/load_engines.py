@@ -51,6 +51,7 @@ from tinker_local.backend.weight_files import read_ahead
 if TYPE_CHECKING:
     from tinker_local.backend.fakes import FakeModel
     from tinker_local.backend.sampling.sampler import Sampler
+    from tinker_local.backend.training.run.worker import HFTrainer
     from tinker_local.backend.training.trainer import Trainer
     from tinker_local.backend.vllm_engine.build_engine import EngineOptions
     from tinker_local.backend.vllm_engine.engine_thread import EngineThread
@@ -150,7 +151,16 @@ def _settings(model: ServedModel, options: BackendOptions) -> Mapping[str, Any]:
 
 
 _DECISIVE = (
-    *("dtype", "decoder", "max_context_length", "max_rank", "train_vision", "train_gpus", "sample_gpus"),
+    *(
+        "dtype",
+        "decoder",
+        "max_context_length",
+        "max_rank",
+        "train_vision",
+        "shared_weights",
+        "train_gpus",
+        "sample_gpus",
+    ),
     *("sample_tp", "sampler", "trainer", "compare_seconds"),
 )
 """Options that change what is compared."""
@@ -231,16 +241,22 @@ def starting(
 
 
 def load_both(
-    load_sampler: SamplerFactory, load_trainer: TrainerFactory, *, at_once: bool
+    load_sampler: SamplerFactory, load_trainer: TrainerFactory, *, at_once: bool, lends: bool = False
 ) -> "Callable[[], tuple[Sampler, Sequence[Stage], Trainer, Sequence[Stage]]]":
     """A function that returns both engines of `starting`, each with the stages of its start, or raises the first error.
 
     `at_once`: both load from now on, each in a thread, for engines in processes whose memory is planned. Otherwise the
-    sampler loads when the function is called, and then the trainer.
+    sampler loads when the function is called, and then the trainer; the other way round if the trainer `lends` it the
+    weights.
     """
     if not at_once:
 
         def in_turn() -> "tuple[Sampler, Sequence[Stage], Trainer, Sequence[Stage]]":
+            if lends:
+                trainer = load_trainer()
+                of_trainer = _stages(trainer)
+                sampler = load_sampler()
+                return sampler, _stages(sampler), trainer, of_trainer
             sampler = load_sampler()
             of_sampler = _stages(sampler)
             trainer = load_trainer()
@@ -378,6 +394,32 @@ def make_vllm_sampler(engine: "EngineOptions") -> "VLLMSampler":
     return VLLMSampler(engine, engine_thread())
 
 
+class OneCopy:
+    """Makes a trainer and then a sampler, in this process, which reads the trainer's weights where vLLM can."""
+
+    def __init__(self, trainer: "Callable[[], HFTrainer]", engine: "EngineOptions", progress: Progress) -> None:
+        self._make_trainer, self._engine, self._progress = trainer, engine, progress
+
+    def trainer(self) -> "HFTrainer":
+        self._trainer = self._make_trainer()
+        return self._trainer
+
+    def sampler(self) -> "VLLMSampler":
+        from tinker_local.backend.vllm_engine.shared_weights import CannotShareError
+
+        try:
+            sampler = make_vllm_sampler(replace(self._engine, lent=self._trainer.lend()))
+        except CannotShareError as error:
+            self._progress(f"{self._engine.model}: trainer and sampler have a copy of the weights each: {error}")
+            return make_vllm_sampler(self._engine)
+        shared, whole = sampler.shared_bytes
+        self._progress(
+            f"{self._engine.model}: the sampler reads {shared / 2**20:.0f} of {whole / 2**20:.0f} MiB of weights where "
+            "the trainer has them"
+        )
+        return sampler
+
+
 def make_vllm_rank(engine: "EngineOptions", seat: SamplerSeat) -> Any:
     """The `VLLMSampler` of rank 0, or the `Follower` of another rank."""
     from tinker_local.backend.vllm_engine.rank_follower import Follower
@@ -387,8 +429,8 @@ def make_vllm_rank(engine: "EngineOptions", seat: SamplerSeat) -> Any:
 
 
 def load_real(source: ModelSource, options: BackendOptions, progress: Progress) -> Engines:
-    """vLLM for sampling and HF transformers for training, each with its own copy of the weights. Tells `progress` where
-    they are if there are several GPUs."""
+    """vLLM for sampling and HF transformers for training. Tells `progress` where they are if there are several GPUs,
+    and what they share of the weights."""
     use_writable_caches(options.data_dir, progress)
     read_ahead(source.path)
     with started_early(_imports(options)):
@@ -463,8 +505,14 @@ def _load_real(source: ModelSource, options: BackendOptions, progress: Progress)
     make_one: SamplerFactory = make_vllm_sampler if layout.sample_tp == 1 else make_vllm_rank
     factories = [functools.partial(make_one, engine) for engine in engines]
     sequences = engines[0].max_sequences
-    make_sampler = Replicas(factories, sequences) if options.sample_gpus else factories[0]
-    places = engine_place(options.sampler), make_sampler, engine_place(options.trainer), make_trainer
+    make_sampler: SamplerFactory | Replicas = Replicas(factories, sequences) if options.sample_gpus else factories[0]
+    sampler_place, trainer_place = engine_place(options.sampler), engine_place(options.trainer)
+    together = sampler_place == trainer_place == "inline" and not (options.train_gpus or options.sample_gpus)
+    lends = options.shared_weights == "auto" and together and not gpus
+    if lends:
+        one = OneCopy(functools.partial(HFTrainer, config_of_trainer), engines[0], progress)
+        make_sampler, make_trainer = one.sampler, one.trainer
+    places = sampler_place, make_sampler, trainer_place, make_trainer
     if max(options.train_hosts, options.sample_hosts) > 1:
         ranks, replicas = len(options.train_gpus), len(engines)
         progress(
@@ -474,7 +522,7 @@ def _load_real(source: ModelSource, options: BackendOptions, progress: Progress)
     with starting(options, *places) as (load_sampler, load_trainer):
         # Without a plan, the trainer takes what the sampler leaves.
         planned = not gpus or placed.activation_bytes is not None
-        both = load_both(load_sampler, load_trainer, at_once=planned and "inline" not in places)
+        both = load_both(load_sampler, load_trainer, at_once=planned and "inline" not in places, lends=lends)
         with stage("processors"):
             renderer = load_renderer(source.path, dtype=dtype, max_pixels=options.max_image_pixels)
             text = HFText.load(source.path, renderer.tokens)

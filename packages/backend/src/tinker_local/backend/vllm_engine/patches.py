@@ -769,6 +769,15 @@ PATCHES = (
         used_in=("sleep_mode.py", "compat_vllm.py"),
     ),
     Patch(
+        "a model reads the matrices of a trainer in this process",
+        "each engine would have a copy of the frozen weights",
+        "0.26 to 0.32",
+        ("initialize_model",),
+        ("sampling/test_shared_weights.py::test_vllm_reads_the_trainers_matrices",),
+        hook="register_model_loader, whose loader makes the model itself",
+        used_in=("shared_weights.py",),
+    ),
+    Patch(
         "releasing an engine frees its weights and forgets its LoRA slots",
         "vLLM's shutdown breaks other engines, dynamo keeps compiled code, and LoRA kernels cache slots by address",
         "0.26 to 0.32",

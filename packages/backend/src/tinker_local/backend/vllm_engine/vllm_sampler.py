@@ -31,6 +31,7 @@ from tinker_local.backend.vllm_engine.grammar_process import GrammarProcess, Mat
 from tinker_local.backend.vllm_engine.patches import EngineEvents
 from tinker_local.backend.vllm_engine.rank_leader import Leader
 from tinker_local.backend.vllm_engine.release_engine import release_engine
+from tinker_local.backend.vllm_engine.shared_weights import shared_bytes
 from tinker_local.backend.vllm_engine.vllm_adapters import VLLMAdapters
 from tinker_local.types import ApiError, InternalError, InvalidRequestError, SampleOutput
 
@@ -43,7 +44,8 @@ class VLLMSampler:
     share one prefill through the prefix cache; `prompt_cache_hit_tokens` does not count these hits.
 
     `can_sleep`: the options ask for it, and it works here. `asleep`: only the engine thread writes it.
-    `startup_seconds`: the time to build the engine, with the import of vLLM if it was the first.
+    `startup_seconds`: the time to build the engine, with the import of vLLM if it was the first. `shared_bytes`: of the
+    weights that a trainer has lent, how many vLLM reads there, and all.
     """
 
     def __init__(self, options: EngineOptions, thread: EngineThread, seat: SamplerSeat | None = None) -> None:
@@ -59,6 +61,9 @@ class VLLMSampler:
             options.model, build, self._release, lambda engine: masks_of(engine).settle()
         ).result()
         config = thread.call(self._engine, lambda engine: engine.model_config).result()
+        self.shared_bytes = (0, 0)
+        if options.lent is not None:
+            self.shared_bytes = thread.call(self._engine, partial(shared_bytes, options.lent)).result()
         self.max_context_length: int = config.max_model_len
         self.adapter_dtype = options.dtype or default_dtype()
         self._vocab_size: int = config.get_vocab_size()
@@ -66,10 +71,16 @@ class VLLMSampler:
         self.startup_seconds = time.monotonic() - started
 
     def _build(self, options: EngineOptions) -> Any:
-        """Called again after a failure of the engine."""
+        """Called again after a failure of the engine. RuntimeError if building changed what a trainer has lent."""
         if self._leader is not None:
             self._leader.join()
         engine = build_engine(options, EngineEvents(self._note_encoded, self._note_begun, self._adapters.load))
+        if options.lent is not None:
+            try:
+                options.lent.verify()
+            except RuntimeError:
+                release_engine(engine)
+                raise
         if self._leader is not None:
             self._leader.lead(engine)
         self._adapters.attach(engine)

@@ -29,6 +29,7 @@ from tinker_local.backend.training.lora.lora import Adapter, TensorSpec
 from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss import check_train_datum
 from tinker_local.backend.training.model.decoders.transformers_positions import rotate_on
+from tinker_local.backend.training.model.file_names import tensors_by_file_name
 from tinker_local.backend.training.model.load_model import load_model
 from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.optimizers.optimizer import OptimizerState
@@ -44,6 +45,7 @@ from tinker_local.backend.training.run.token_budget import TokenBudget
 from tinker_local.backend.training.run.transfer import to_host
 from tinker_local.backend.training.trainer import Seat, TrainDatum, TrainResult, TrainWork
 from tinker_local.backend.training.trainer_config import TrainerConfig
+from tinker_local.backend.weights.lent_weights import LentWeights
 from tinker_local.types import (
     ApiError,
     InternalError,
@@ -201,6 +203,10 @@ class HFTrainer:
         stepped = adapter if self._ranks.size == 1 else adapter.copied(torch.clone)
         stepped.step(gradient, params, norm)
         return stepped, {"grad_norm": norm, **{f"grad_norm/{path}": value for path, value in of_modules.items()}}
+
+    def lend(self) -> LentWeights:
+        """The frozen weights, for a sampler of this process."""
+        return LentWeights(tensors_by_file_name(self._loaded.model))
 
     def release_memory(self) -> None:
         """Release the memory that torch's allocator caches."""

@@ -1,0 +1,194 @@
+"""One copy of the frozen base for both engines of a process: vLLM's matrices are memory of the trainer's.
+
+vLLM's own loading says which rows of which tensor each parameter has, whatever a family calls and joins: it runs on the
+trainer's tensors, and what it copies into a matrix is noted and not copied. A matrix whose rows lie in the trainer's
+memory one after the other becomes a view of that. Any other is loaded as usual, into memory of vLLM's own: one with
+padding, in another dtype, in another order. After loading, vLLM may replace a matrix too: on a CPU it packs those of
+linear layers, which is 1.2 to 3.6 times as fast for few rows.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tinker_local.backend.stages import stage
+from tinker_local.backend.vllm_engine.compat_vllm import served_model
+from tinker_local.backend.weights.lent_weights import LentWeights
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+LOAD_FORMAT = "tinker_local_shared"
+"""vLLM's name of the loader, see `register`."""
+
+
+class CannotShareError(Exception):
+    """Why a model of vLLM cannot read the trainer's memory."""
+
+
+_lent: ContextVar[LentWeights | None] = ContextVar("lent weights", default=None)
+
+
+@contextlib.contextmanager
+def lending(weights: LentWeights | None) -> Iterator[None]:
+    """An engine that is built here with `LOAD_FORMAT` reads `weights`."""
+    before = _lent.set(weights)
+    try:
+        yield
+    finally:
+        _lent.reset(before)
+
+
+@functools.cache
+def register() -> None:
+    """Make the loader known to vLLM."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    class SharedLoader(BaseModelLoader):
+        def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+            self._emptied = _Emptied()
+            with self._emptied.matrices():
+                return initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+
+        def download_model(self, model_config: Any) -> None:
+            """Nothing is read from files."""
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            weights = _lent.get()
+            assert weights is not None
+            with stage("shared"):
+                self._emptied.fill(model, weights.tensors)
+
+    register_model_loader(LOAD_FORMAT)(SharedLoader)
+
+
+def shared_bytes(weights: LentWeights, engine: Any) -> tuple[int, int]:
+    """Bytes of `weights` that `engine` reads where they are, and of all of them."""
+    lent = {tensor.untyped_storage().data_ptr() for tensor in weights.tensors.values()}
+    ranges: set[tuple[int, int]] = set()
+    for parameter in served_model(engine).parameters():
+        if parameter.numel() and parameter.untyped_storage().data_ptr() in lent:
+            ranges.add((parameter.data_ptr(), parameter.nbytes))
+    of_trainer = {(tensor.data_ptr(), tensor.nbytes) for tensor in weights.tensors.values()}
+    return sum(size for _, size in ranges), sum(size for _, size in of_trainer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Of `count` numbers to `place` of the target, from `shift` places before that in the memory `source`. `plain`:
+    that is the trainer's, and both sides are contiguous, of one shape and one dtype."""
+
+    source: int
+    place: int
+    count: int
+    shift: int
+    plain: bool
+
+
+def _become(parameter: torch.Tensor, data: torch.Tensor) -> None:
+    """Give `parameter` the memory of `data`, which may be on another device. It stays the same object, which vLLM's
+    layers have and add attributes to."""
+    other = torch.Tensor._make_subclass(type(parameter), data, require_grad=False)
+    other.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, other)
+
+
+class _Emptied(TorchDispatchMode):
+    """Matrices of vLLM's model that have no memory yet (on torch's meta device), and the copies into them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[int, list[_Copy]] = {}
+        self._lent: Mapping[int, torch.Tensor] = {}
+        self._written: set[int] = set()
+        self._device = torch.device("meta")
+
+    @contextlib.contextmanager
+    def matrices(self) -> Iterator[None]:
+        """Take its memory from each matrix as soon as a module has it, so that one at a time takes any."""
+
+        def empty(module: Any, name: str, parameter: torch.nn.Parameter | None) -> None:
+            if parameter is not None and parameter.dim() >= 2 and not parameter.is_meta:  # a tied one has been here
+                self._device = parameter.device
+                _become(parameter, torch.empty_like(parameter, device="meta"))
+                self._copies.setdefault(parameter.untyped_storage()._cdata, [])
+
+        hook = register_module_parameter_registration_hook(empty)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def fill(self, model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give each matrix of `model` its memory: the trainer's, if its rows lie there, else new memory.
+
+        CannotShareError if there is one that loading leaves as vLLM made it: what that was is gone.
+        """
+        self._lent = {tensor.untyped_storage()._cdata: tensor for tensor in tensors.values()}
+        with self:
+            model.load_weights(iter(tensors.items()))
+        views: dict[int, torch.Tensor] = {}
+        own = False
+        for name, parameter in model.named_parameters():
+            memory = parameter.untyped_storage()._cdata
+            if memory not in self._copies:
+                continue
+            if not self._copies[memory]:
+                raise CannotShareError(f"vLLM loads nothing into {name}")
+            found = self._view(parameter)
+            if found is None:
+                _become(parameter, torch.empty_like(parameter, device=self._device))
+                own = True
+            else:
+                views[id(parameter)] = found
+        if own:
+            with self:
+                model.load_weights(iter(tensors.items()))
+        for parameter in model.parameters():
+            if id(parameter) in views:
+                _become(parameter, views[id(parameter)])
+        self._copies, self._lent = {}, {}
+
+    def _view(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """What `parameter` is of the trainer's memory, or None."""
+        storage = parameter.untyped_storage()._cdata
+        copies = sorted(self._copies[storage], key=lambda copy: copy.place)
+        if storage in self._written or not parameter.is_contiguous():
+            return None
+        end, first = parameter.storage_offset(), copies[0]
+        for copy in copies:
+            if not copy.plain or copy.place != end or (copy.source, copy.shift) != (first.source, first.shift):
+                return None
+            end += copy.count
+        if end != parameter.storage_offset() + parameter.numel():
+            return None
+        place = parameter.storage_offset() - first.shift
+        return self._lent[first.source].as_strided(parameter.shape, parameter.stride(), place)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        target = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if target is None or target.untyped_storage()._cdata not in self._copies:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.copy_.default:
+            self._note(target, args[1])
+            return target
+        if func._schema.is_mutable:  # such as zeros in the rows that vLLM adds
+            if target.numel():
+                self._written.add(target.untyped_storage()._cdata)
+            return target
+        return func(*args, **kwargs)
+
+    def _note(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        memory = source.untyped_storage()._cdata
+        plain = memory in self._lent and target.is_contiguous() and source.is_contiguous()
+        plain = plain and (source.shape, source.dtype, source.device) == (target.shape, target.dtype, self._device)
+        place = target.storage_offset()
+        copy = _Copy(memory, place, math.prod(target.shape), place - source.storage_offset(), plain)
+        self._copies[target.untyped_storage()._cdata].append(copy)
