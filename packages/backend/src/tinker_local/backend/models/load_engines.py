@@ -405,12 +405,15 @@ class OneCopy:
         return self._trainer
 
     def sampler(self) -> "VLLMSampler":
-        from tinker_local.backend.vllm_engine.shared_weights import CannotShareError
+        from tinker_local.backend.weights.lent_weights import CannotShareError
 
+        why = ""
         try:
             sampler = make_vllm_sampler(replace(self._engine, lent=self._trainer.lend()))
         except CannotShareError as error:
-            self._progress(f"{self._engine.model}: trainer and sampler have a copy of the weights each: {error}")
+            why = str(error)
+        if why:  # the error and what it holds of the engine are gone
+            self._progress(f"{self._engine.model}: trainer and sampler have a copy of the weights each: {why}")
             return make_vllm_sampler(self._engine)
         shared, whole = sampler.shared_bytes
         self._progress(

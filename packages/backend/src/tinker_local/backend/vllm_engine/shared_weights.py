@@ -10,6 +10,7 @@ linear layers, which is 1.2 to 3.6 times as fast for few rows.
 import contextlib
 import functools
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,16 +19,12 @@ from typing import Any
 import torch
 from tinker_local.backend.stages import stage
 from tinker_local.backend.vllm_engine.compat_vllm import served_model
-from tinker_local.backend.weights.lent_weights import LentWeights
+from tinker_local.backend.weights.lent_weights import CannotShareError, LentWeights
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LOAD_FORMAT = "tinker_local_shared"
 """vLLM's name of the loader, see `register`."""
-
-
-class CannotShareError(Exception):
-    """Why a model of vLLM cannot read the trainer's memory."""
 
 
 _lent: ContextVar[LentWeights | None] = ContextVar("lent weights", default=None)
@@ -48,35 +45,39 @@ def register() -> None:
     """Make the loader known to vLLM."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-    from vllm.model_executor.model_loader.utils import initialize_model
 
     class SharedLoader(BaseModelLoader):
-        def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+        def load_model(self, *args: Any, **kwargs: Any) -> Any:
             self._emptied = _Emptied()
-            with self._emptied.matrices():
-                return initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+            with contextlib.ExitStack() as self._until_loaded:
+                self._until_loaded.enter_context(self._emptied.matrices())
+                return super().load_model(*args, **kwargs)
 
         def download_model(self, model_config: Any) -> None:
             """Nothing is read from files."""
 
         def load_weights(self, model: Any, model_config: Any) -> None:
+            self._until_loaded.close()  # what vLLM makes of matrices afterwards is its affair
             weights = _lent.get()
             assert weights is not None
-            with stage("shared"):
-                self._emptied.fill(model, weights.tensors)
+            try:
+                with stage("shared"):
+                    self._emptied.fill(model, weights)
+            except Exception as error:  # of any type: a model's loading may do what a matrix without memory cannot
+                raise CannotShareError(f"{type(error).__name__}: {error}".partition("\n")[0]) from None
 
     register_model_loader(LOAD_FORMAT)(SharedLoader)
 
 
 def shared_bytes(weights: LentWeights, engine: Any) -> tuple[int, int]:
     """Bytes of `weights` that `engine` reads where they are, and of all of them."""
-    lent = {tensor.untyped_storage().data_ptr() for tensor in weights.tensors.values()}
-    ranges: set[tuple[int, int]] = set()
-    for parameter in served_model(engine).parameters():
-        if parameter.numel() and parameter.untyped_storage().data_ptr() in lent:
-            ranges.add((parameter.data_ptr(), parameter.nbytes))
-    of_trainer = {(tensor.data_ptr(), tensor.nbytes) for tensor in weights.tensors.values()}
-    return sum(size for _, size in ranges), sum(size for _, size in of_trainer)
+    lent = {tensor.untyped_storage().data_ptr() for tensor in weights.storages().values()}
+    parts = {
+        (parameter.data_ptr(), parameter.nbytes)
+        for parameter in served_model(engine).parameters()
+        if parameter.numel() and parameter.untyped_storage().data_ptr() in lent
+    }
+    return sum(size for _, size in parts), sum(tensor.nbytes for tensor in weights.tensors.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ class _Emptied(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._copies: dict[int, list[_Copy]] = {}
+        self._storages: list[torch.UntypedStorage] = []  # kept, so that no other gets the number of one of them
         self._lent: Mapping[int, torch.Tensor] = {}
         self._written: set[int] = set()
         self._device = torch.device("meta")
@@ -113,11 +115,16 @@ class _Emptied(TorchDispatchMode):
     def matrices(self) -> Iterator[None]:
         """Take its memory from each matrix as soon as a module has it, so that one at a time takes any."""
 
+        here = threading.get_ident()
+
         def empty(module: Any, name: str, parameter: torch.nn.Parameter | None) -> None:
+            if threading.get_ident() != here:
+                return  # another thread's module: the hook is one for the process
             if parameter is not None and parameter.dim() >= 2 and not parameter.is_meta:  # a tied one has been here
                 self._device = parameter.device
                 _become(parameter, torch.empty_like(parameter, device="meta"))
-                self._copies.setdefault(parameter.untyped_storage()._cdata, [])
+                self._storages.append(parameter.untyped_storage())
+                self._copies[self._storages[-1]._cdata] = []
 
         hook = register_module_parameter_registration_hook(empty)
         try:
@@ -125,14 +132,14 @@ class _Emptied(TorchDispatchMode):
         finally:
             hook.remove()
 
-    def fill(self, model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    def fill(self, model: Any, weights: LentWeights) -> None:
         """Give each matrix of `model` its memory: the trainer's, if its rows lie there, else new memory.
 
-        CannotShareError if there is one that loading leaves as vLLM made it: what that was is gone.
+        ValueError if there is one that loading leaves as vLLM made it: what that was is gone.
         """
-        self._lent = {tensor.untyped_storage()._cdata: tensor for tensor in tensors.values()}
+        self._lent = weights.storages()
         with self:
-            model.load_weights(iter(tensors.items()))
+            model.load_weights(iter(weights.tensors.items()))
         views: dict[int, torch.Tensor] = {}
         own = False
         for name, parameter in model.named_parameters():
@@ -140,20 +147,20 @@ class _Emptied(TorchDispatchMode):
             if memory not in self._copies:
                 continue
             if not self._copies[memory]:
-                raise CannotShareError(f"vLLM loads nothing into {name}")
+                raise ValueError(f"vLLM loads nothing into {name}")
             found = self._view(parameter)
             if found is None:
-                _become(parameter, torch.empty_like(parameter, device=self._device))
+                _become(parameter, torch.zeros_like(parameter, device=self._device))
                 own = True
             else:
                 views[id(parameter)] = found
         if own:
             with self:
-                model.load_weights(iter(tensors.items()))
+                model.load_weights(iter(weights.tensors.items()))
         for parameter in model.parameters():
             if id(parameter) in views:
                 _become(parameter, views[id(parameter)])
-        self._copies, self._lent = {}, {}
+        self._copies, self._lent, self._storages = {}, {}, []
 
     def _view(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """What `parameter` is of the trainer's memory, or None."""
