@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.models.load_engines import OneCopy
 from tinker_local.backend.options import DecoderChoice
 from tinker_local.backend.rendering.rendered_input import RenderedInput
@@ -76,12 +77,15 @@ def matrices(sampler: VLLMSampler) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(
-    ("family", "decoder"),
+    ("family", "decoder", "packed"),
     [
-        *((family, "auto") for family in ("qwen3", "qwen3_vl", "qwen3_moe", "gpt_oss", "qwen3_5_text", "gemma3")),
-        ("qwen3", "autograd"),
+        *(
+            (family, "auto", False)
+            for family in ("qwen3", "qwen3_vl", "qwen3_moe", "gpt_oss", "qwen3_5_text", "gemma3")
+        ),
+        ("qwen3", "autograd", False),
+        *((family, "auto", True) for family in ("qwen3", "gpt_oss")),
     ],
 )
 async def test_vllm_reads_the_trainers_matrices(
@@ -156,6 +160,22 @@ async def test_a_model_that_cannot_share_gets_a_copy_and_says_why(tmp_path: Path
         assert len(await logprobs(sampler)) == 55
     finally:
         await sampler.close()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("shared", ["auto", "off"])
+async def test_a_server_shares_what_it_is_asked_to(shared: Any, tmp_path: Path) -> None:
+    model = write_model("qwen3", tmp_path / "model")
+    said: list[str] = []
+    options = BackendOptions(
+        data_dir=tmp_path / "data", kv_cache_bytes=2**26, max_rank=8, sampler_sleeps=False, shared_weights=shared
+    )
+    backend = InProcessBackend([ModelSource("tiny", model)], options, progress=said.append)
+    await backend.start()
+    await backend.close()
+    assert any("trainer and sampler agree to" in line for line in said)
+    reads = [line for line in said if "the sampler reads" in line]
+    assert len(reads) == (1 if shared == "auto" else 0)
 
 
 async def test_a_matrix_that_transformers_has_changed_comes_from_the_file(tmp_path: Path) -> None:

@@ -294,7 +294,7 @@ class BackendOptions:
             "Whether the sampler reads the trainer's weights in place of a copy: auto, those that vLLM neither pads "
             "nor packs, where both are in one process on a CPU; off, none.",
         ),
-    ] = "auto"
+    ] = "off"
     strict_losses: Annotated[
         bool,
         CommandOption(
