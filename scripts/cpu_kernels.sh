@@ -13,15 +13,14 @@ has() {
     done
 }
 
-# vLLM packs matrices of bfloat16 for a processor that multiplies them, and ends the process if oneDNN may not.
-onednn() {
-    if ! has avx512_bf16 && ! has amx_bf16; then echo "ONEDNN_MAX_CPU_ISA=$1"; fi
-}
-
-settings='MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default'
-if has avx2 fma; then settings="$settings ATEN_CPU_CAPABILITY=avx2 $(onednn AVX2)"; fi
-if has avx512f avx512bw avx512vl avx512dq fma; then
-    settings="$settings ATEN_CPU_CAPABILITY=avx512 $(onednn AVX512_CORE)"
+# With AMX, libraries that may not use it still choose it for bfloat16: products fail or end the process.
+settings=MKL_CBWR=COMPATIBLE
+if ! has amx_bf16; then
+    settings="$settings ATEN_CPU_CAPABILITY=default"
+    if has avx2 fma; then settings="$settings ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2"; fi
+    if has avx512f avx512bw avx512vl avx512dq fma; then
+        settings="$settings ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE"
+    fi
 fi
 
 commit=${1:-$(git rev-parse HEAD 2>/dev/null || echo 0)}

@@ -11,9 +11,6 @@ OLD = {"MKL_CBWR=COMPATIBLE", "ATEN_CPU_CAPABILITY=default"}
 AVX2 = {"ATEN_CPU_CAPABILITY=avx2", "ONEDNN_MAX_CPU_ISA=AVX2"}
 AVX512 = {"ATEN_CPU_CAPABILITY=avx512", "ONEDNN_MAX_CPU_ISA=AVX512_CORE"}
 
-BFLOAT16 = {"ATEN_CPU_CAPABILITY=avx2", "ATEN_CPU_CAPABILITY=avx512"}
-"""Where oneDNN is not limited."""
-
 
 def chosen(cpuinfo: Path, folder: Path, *commit: str) -> str:
     environment = {**os.environ, "CPUINFO": str(cpuinfo), "GIT_CEILING_DIRECTORIES": str(folder.parent)}
@@ -29,8 +26,7 @@ def chosen(cpuinfo: Path, folder: Path, *commit: str) -> str:
         pytest.param("fpu sse sse2 avx", OLD, id="sse"),
         pytest.param("fpu sse2 avx fma avx2 avx512f_fake", OLD | AVX2, id="avx2"),
         pytest.param("avx2 fma avx512f avx512dq avx512cd avx512bw avx512vl", OLD | AVX2 | AVX512, id="avx512"),
-        pytest.param("avx2 fma avx512f avx512dq avx512bw avx512vl amx_bf16", OLD | BFLOAT16, id="amx"),
-        pytest.param("avx2 fma avx512f avx512dq avx512bw avx512vl avx512_bf16", OLD | BFLOAT16, id="avx512-bf16"),
+        pytest.param("avx2 fma avx512f avx512dq avx512bw avx512vl amx_bf16", {"MKL_CBWR=COMPATIBLE"}, id="amx"),
     ],
 )
 def test_every_setting_that_a_processor_has_is_some_commits_and_no_other(
