@@ -55,13 +55,8 @@ def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[L
         if wrote.fault:
             raise RuntimeError(f"the model was not written: {wrote.fault}")
         serve = ["--model", f"{MODEL}={model}", "--kv-cache", str(scale.kv_cache_bytes / 2**30)]
-        serve += [
-            "--micro-batch-tokens",
-            str(scale.micro_batch_tokens),
-            "--max-context-length",
-            str(2 * scale.longest),
-            *HALF,
-        ]
+        serve += ["--micro-batch-tokens", str(scale.micro_batch_tokens), *HALF]
+        serve += ["--max-context-length", str(2 * scale.longest)]
         with contextlib.ExitStack() as stack:
             makers: dict[str, Any] = {
                 name: served(

@@ -151,17 +151,8 @@ def _settings(model: ServedModel, options: BackendOptions) -> Mapping[str, Any]:
 
 
 _DECISIVE = (
-    *(
-        "dtype",
-        "decoder",
-        "max_context_length",
-        "max_rank",
-        "train_vision",
-        "shared_weights",
-        "train_gpus",
-        "sample_gpus",
-    ),
-    *("sample_tp", "sampler", "trainer", "compare_seconds"),
+    *("dtype", "decoder", "max_context_length", "max_rank", "train_vision", "train_gpus", "sample_gpus"),
+    *("sample_tp", "sampler", "trainer", "shared_weights", "compare_seconds"),
 )
 """Options that change what is compared."""
 

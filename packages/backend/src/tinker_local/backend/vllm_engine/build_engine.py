@@ -226,7 +226,9 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         "enable_sleep_mode": options.sleeps and not on_cpu and sleep_mode_is_free(),
     }
     if options.lent is not None:
-        arguments["load_format"] = "tinker_local_shared"
+        from tinker_local.backend.vllm_engine.shared_weights import LOAD_FORMAT
+
+        arguments["load_format"] = LOAD_FORMAT
     if overrides := query_scaling(options.model):
         arguments["hf_overrides"] = overrides
     if options.ranks > 1:
