@@ -11,7 +11,7 @@ GRPO learns the sums of `examples/rl_sums.py`: eight samples for each prompt, ad
 `dapo` without a KL term. TRL samples with transformers and pads its batches; both are its defaults. It keeps
 activations, as ours does while there is room; `checkpointing` is its default, which does not. On a CPU all is float32.
 
-TRL runs in an environment that this command makes (uv, and some GB once). Each job is a process; ours of a task share a
+TRL runs in an environment that this command makes (uv, and some GB once), or in that of --trl-python. Each job is a process; ours of a task share a
 server, whose start counts in the time of each. A job appends a line to NAME.jsonl, and is not run again when it is
 there. NAME.txt has the table of all lines, and `--plot` draws them. The column `others` is how many cores other
 programs had on average: threads of a step wait for each other, so one busy core of theirs makes steps much longer.
@@ -63,6 +63,7 @@ def arguments() -> argparse.Namespace:
         help="folder for TRL's environment, logs and adapters",
     )
     parser.add_argument("--plot", type=Path, help="draw the curves here")
+    parser.add_argument("--trl-python", type=Path, metavar="PYTHON", help="one that has TRL; none is made then")
     options = parser.parse_args()
     if options.tiny == (options.model is not None):
         parser.error("either --model or --tiny")
@@ -259,7 +260,7 @@ def run(job: Job, options: argparse.Namespace, model: Path, server: Server | Non
     settings = settings_of(job, options, model, folder)
     file, log = folder / "settings.json", folder / "log.txt"
     if server is None:
-        python = make_environment(options.work / "env")
+        python = options.trl_python or make_environment(options.work / "env")
         command = [str(python), str(ROOT / "benchmarks" / "baselines" / "trl_loop.py"), str(file)]
     else:
         if first := job.first():

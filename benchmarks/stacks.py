@@ -2,6 +2,7 @@
 
     python benchmarks/stacks.py 0.26=/venvs/old/bin/python 0.32=/venvs/new/bin/python --out benchmarks/results
     python benchmarks/stacks.py a=.venv/bin/python b=.venv/bin/python --tiny      # the same code on a CPU
+    python benchmarks/stacks.py … --only training alone                           # parts of it
 
 Each stack is a Python with this project's dependencies; the project comes from this checkout. Two servers run at the
 same time, one of each stack, and take turns under the official SDK: a step of training on sequences of 64 to 2,048
@@ -36,6 +37,7 @@ from measurements.ways import Sdk, step
 from on_cpu import Line, in_turns, table
 
 MODEL = "bench/text"
+PARTS = ("training", "sampling", "alone")
 HALF = () if machine.gpu_count() == 0 else ("--gpu-memory-utilization", "0.45")
 """For each of two servers: one that took the whole card would leave the other to recompute its activations."""
 
@@ -135,13 +137,18 @@ def side_by_side(makers: dict[str, Any], stack: contextlib.ExitStack) -> dict[st
 
 def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[Line]:
     scale = SCALES["tiny" if options.tiny else "4b"]
-    model, adapter = folder / "text", write_random_adapter(folder / "adapter", scale.text, scale.rank)
     with (logs / "model.log").open("w") as log:
         if fault := processes.run(["measurements.models", scale.name, str(folder), "text"], 300, log).fault:
             raise RuntimeError(f"the model was not written: {fault}")
-    serve = ["--model", f"{MODEL}={model}", "--kv-cache", str(scale.kv_cache_bytes / 2**30)]
+    if {"training", "sampling"} & set(options.only):
+        yield from of_servers(options, scale, folder, logs)
+    if "alone" in options.only:
+        yield from of_vllm(options, scale, folder, logs)
+
+
+def of_servers(options: argparse.Namespace, scale: Scale, folder: Path, logs: Path) -> Iterator[Line]:
+    serve = ["--model", f"{MODEL}={folder / 'text'}", "--kv-cache", str(scale.kv_cache_bytes / 2**30)]
     serve += ["--micro-batch-tokens", str(scale.micro_batch_tokens), "--verbose", *HALF]
-    sampled = scale.requests * scale.output_tokens
     with contextlib.ExitStack() as stack:
         makers: dict[str, Any] = {
             way: served(folder / f"data-{way}", *serve, python=python, log=logs / f"serve-{way}.log")
@@ -150,20 +157,25 @@ def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[L
         runner = stack.enter_context(asyncio.Runner())
         runs = {way: Run(runner, url, scale) for way, url in side_by_side(makers, stack).items()}
         trained = next(iter(runs.values())).trained_tokens
-        for what, tokens, method in (
-            ("training", trained, "train"),
-            ("hand-overs in 1000 s", 1000, "hand_over"),
-            ("sampling, the SDK", sampled, "sample"),
+        for part, what, tokens, method in (
+            ("training", "training", trained, "train"),
+            ("sampling", "hand-overs in 1000 s", 1000, "hand_over"),
+            ("sampling", "sampling, the SDK", scale.requests * scale.output_tokens, "sample"),
         ):
-            ways = {way: getattr(run, method) for way, run in runs.items()}
-            yield from (Line(what, *found) for found in in_turns(ways, options.rounds, tokens))
+            if part in options.only:
+                ways = {way: getattr(run, method) for way, run in runs.items()}
+                yield from (Line(what, *found) for found in in_turns(ways, options.rounds, tokens))
+
+
+def of_vllm(options: argparse.Namespace, scale: Scale, folder: Path, logs: Path) -> Iterator[Line]:
+    adapter = write_random_adapter(folder / "adapter", scale.text, scale.rank)
     with contextlib.ExitStack() as stack:
-        makers = {
-            way: alone(python, scale.name, model, adapter, logs / f"alone-{way}.log")
+        makers: dict[str, Any] = {
+            way: alone(python, scale.name, folder / "text", adapter, logs / f"alone-{way}.log")
             for way, python in options.stacks.items()
         }
-        ways = side_by_side(makers, stack)
-        yield from (Line("sampling, vLLM alone", *found) for found in in_turns(ways, options.rounds, sampled))
+        ways, tokens = side_by_side(makers, stack), scale.requests * scale.output_tokens
+        yield from (Line("sampling, vLLM alone", *found) for found in in_turns(ways, options.rounds, tokens))
 
 
 def stack_of(text: str) -> tuple[str, str]:
@@ -209,6 +221,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stacks", nargs=2, type=stack_of, metavar="NAME=PYTHON")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, help="folder for dated files of the result")
     options = parser.parse_args()
