@@ -11,10 +11,11 @@ GRPO learns the sums of `examples/rl_sums.py`: eight samples for each prompt, ad
 `dapo` without a KL term. TRL samples with transformers and pads its batches; both are its defaults. It keeps
 activations, as ours does while there is room; `checkpointing` is its default, which does not. On a CPU all is float32.
 
-TRL runs in an environment that this command makes (uv, and some GB once), or in that of --trl-python. Each job is a process; ours of a task share a
-server, whose start counts in the time of each. A job appends a line to NAME.jsonl, and is not run again when it is
-there. NAME.txt has the table of all lines, and `--plot` draws them. The column `others` is how many cores other
-programs had on average: threads of a step wait for each other, so one busy core of theirs makes steps much longer.
+TRL runs in an environment that this command makes (uv, and some GB once), or in that of --trl-python. Each job is a
+process; ours of a task share a server, whose start counts in the time of each. A job appends a line to NAME.jsonl,
+and is not run again when it is there. NAME.txt has the table of all lines, and `--plot` draws them. The column
+`others` is how many cores other programs had on average: threads of a step wait for each other, so one busy core of
+theirs makes steps much longer.
 """
 
 import argparse

@@ -160,7 +160,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=12, help="problems per step")
     parser.add_argument("--group-size", type=int, default=8, help="answers per problem")
     parser.add_argument("--max-tokens", type=int, default=8, help="of an answer")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--eval-every", type=int, default=4, metavar="N", help="measure on 50 held-out problems")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the curve here, as JSON lines")

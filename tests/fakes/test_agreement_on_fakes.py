@@ -247,7 +247,7 @@ async def test_engines_may_differ_by_a_few_times_of_what_rounding_moves_and_no_m
 
 @pytest.mark.mutation(
     "rounding-of-experts-forgotten",
-    "judge",
+    "moved_by_rounding",
     "max(each.difference for draw in moved for each in draw),",
     "min(each.difference for draw in moved for each in draw),",
 )

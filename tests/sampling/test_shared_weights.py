@@ -1,21 +1,30 @@
 """One copy of the frozen base: vLLM's engine reads the trainer's memory, and computes what it would with its own."""
 
+import contextlib
+import mmap
+import os
+import signal
+import subprocess
+import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
-from tinker_local.backend.models.load_engines import OneCopy
 from tinker_local.backend.options import DecoderChoice
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
 from tinker_local.backend.tiny_models.shapes import TextShape
+from tinker_local.backend.training.model.checkpoint_fit import check_found
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
@@ -23,18 +32,17 @@ from tinker_local.backend.vllm_engine.compat_vllm import served_model
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 from tinker_local.backend.vllm_engine.shared_weights import _Emptied
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
-from tinker_local.backend.weights.lent_weights import LentWeights
+from tinker_local.backend.weights.checksum import checksum
+from tinker_local.backend.weights.lent_weights import LentWeights, SharedMatrices, stored_tensors
+from tinker_local.backend.weights.memory_holder import Deposit, MemoryHolder, get, put
+from tinker_local.backend.weights.shared_memory import CannotShareError, write_shared
 from tinker_local.types import SamplingParams
 
-_TOWER = tuple(f"vision_model.encoder.layers.{layer}.self_attn.qkv_proj.weight" for layer in (0, 1))
+CPU = torch.device("cpu")
 OWN: Mapping[str, tuple[str, ...]] = defaultdict(
-    tuple,
-    gpt_oss=("routed_experts.w13_weight", "routed_experts.w2_weight"),
-    gemma3=_TOWER,
-    apart=("qkv_proj.weight", "gate_up_proj.weight"),
+    tuple, gpt_oss=("routed_experts.w13_weight", "routed_experts.w2_weight")
 )
-"""How names of matrices end that stay vLLM's: experts that it transposes, and what it joins that the trainer has apart,
-in a tower or with the autograd decoder."""
+"""How names of matrices end that stay vLLM's: experts that it transposes."""
 
 SEEING = ("qwen3_vl", "gemma3")
 
@@ -46,14 +54,28 @@ def write_model(family: Any, folder: Path) -> str:
     return str(make_tiny_text_model(folder, family=family, shape=TextShape(num_layers=6)))
 
 
-def trainer_of(model: str, decoder: DecoderChoice = "auto") -> HFTrainer:
-    return HFTrainer(TrainerConfig(model, name="tiny", dtype="float32", device="cpu", decoder=decoder))
+@pytest.fixture
+def holder() -> Iterator[MemoryHolder]:
+    made = MemoryHolder()
+    yield made
+    made.close()
 
 
-def sampler_of(model: str, lent: LentWeights | None) -> VLLMSampler:
-    return VLLMSampler(
-        EngineOptions(model, dtype="float32", max_rank=16, kv_cache_bytes=2**26, lent=lent), EngineThread()
-    )
+def trainer_of(model: str, holder: MemoryHolder, decoder: DecoderChoice = "auto") -> HFTrainer:
+    config = TrainerConfig(model, name="tiny", dtype="float32", device="cpu", decoder=decoder)
+    return HFTrainer(replace(config, shared_weights=holder.path))
+
+
+def sampler_of(model: str, holder: MemoryHolder | None) -> VLLMSampler:
+    path = None if holder is None else holder.path
+    engine = EngineOptions(model, dtype="float32", max_rank=16, kv_cache_bytes=2**26, shared_weights=path)
+    return VLLMSampler(engine, EngineThread())
+
+
+def lent_to(sampler: VLLMSampler) -> LentWeights:
+    engine: Any = sampler._engine._engine
+    lent: LentWeights = engine.lent
+    return lent
 
 
 async def logprobs(sampler: VLLMSampler) -> Any:
@@ -89,7 +111,12 @@ def matrices(sampler: VLLMSampler) -> dict[str, torch.Tensor]:
     ],
 )
 async def test_vllm_reads_the_trainers_matrices(
-    family: str, decoder: Any, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    decoder: Any,
+    packed: bool,
+    holder: MemoryHolder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = write_model(family, tmp_path / "model")
     if not packed:
@@ -100,103 +127,242 @@ async def test_vllm_reads_the_trainers_matrices(
         numbers = {name: each.clone() for name, each in matrices(alone).items()}
     finally:
         await alone.close()
-    trainer = trainer_of(model, decoder)
-    lent = trainer.lend()
-    sampler = sampler_of(model, lent)
+    trainer = trainer_of(model, holder, decoder)
+    sampler = sampler_of(model, holder)
     try:
         np.testing.assert_array_equal(await logprobs(sampler), expected)
         found = matrices(sampler)
         assert found.keys() == numbers.keys()
         assert [name for name, each in found.items() if not torch.equal(each, numbers[name])] == []
-        loaded: Any = trainer._loaded.model
-        memory = {each.untyped_storage().data_ptr() for each in loaded.parameters()}
+        memory = {piece.untyped_storage().data_ptr() for piece in lent_to(sampler).matrices.pieces}
         own = {name for name, each in found.items() if each.untyped_storage().data_ptr() not in memory}
-        shared, whole = sampler.shared_bytes
+        assert holder.read is not None
+        shared, whole = holder.read
         assert 0 < shared <= whole
         if not packed:
-            expected_own = OWN["apart" if decoder == "autograd" else family]
-            assert own == {name for name in found if name.endswith(expected_own)}
-            assert bool(own) == bool(expected_own)
+            assert own == {name for name in found if name.endswith(OWN[family])}
+            assert bool(own) == bool(OWN[family])
             in_trainer = {(each.data_ptr(), each.nbytes) for name, each in found.items() if name not in own}
             assert shared == sum(size for _, size in in_trainer)
-        lent.verify()
+        lent_to(sampler).verify()
     finally:
         await sampler.close()
-
-
-async def test_a_write_into_lent_weights_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both engines would compute with it, so that comparing them shows nothing."""
-    model = write_model("qwen3", tmp_path / "model")
-    lent = trainer_of(model).lend()
-
-    def writes(layer: Any, remove_weight: bool) -> None:
-        not_packed(layer, remove_weight)
-        layer.weight.data[0, 0] += 1e-3
-
-    monkeypatch.setattr("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", writes)
-    with pytest.raises(RuntimeError, match=r"the frozen weights have changed in memory: \S+ and 24 more"):
-        sampler_of(model, lent)
-
-
-async def test_a_model_that_cannot_share_gets_a_copy_and_says_why(tmp_path: Path) -> None:
-    """A matrix that vLLM's loading leaves as it was made, which is lost by then."""
-    model = write_model("qwen3", tmp_path / "model")
-    trainer = trainer_of(model)
-    lent = trainer.lend()
-    missing = {name: tensor for name, tensor in lent.tensors.items() if "o_proj" not in name}
-    without = LentWeights(missing, lent.lent & missing.keys())
-    trainer.lend = lambda: without  # type: ignore[method-assign]
-    told: list[str] = []
-    engine = EngineOptions(model, dtype="float32", max_rank=16, kv_cache_bytes=2**26)
-    one = OneCopy(lambda: trainer, engine, told.append)
-    one.trainer()
-    sampler = one.sampler()
-    try:
-        assert sampler.shared_bytes == (0, 0)
-        assert told == [
-            f"{model}: trainer and sampler have a copy of the weights each: ValueError: vLLM loads nothing into "
-            "model.layers.0.self_attn.o_proj.weight"
-        ]
-        assert len(await logprobs(sampler)) == 55
-    finally:
-        await sampler.close()
+        trainer.close()
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("shared", ["auto", "off"])
-async def test_a_server_shares_what_it_is_asked_to(shared: Any, tmp_path: Path) -> None:
+def test_the_kernel_refuses_a_write_into_shared_matrices(holder: MemoryHolder, tmp_path: Path) -> None:
+    """By trainer or sampler, which end before anything is computed with it."""
+
+    def sevens(memory: torch.Tensor) -> None:
+        memory.fill_(7)
+
+    file = write_shared(4096, CPU, sevens)
+    try:
+        put(holder.path, Deposit("bytes", [file]))
+    finally:
+        os.close(file)
+    program = (
+        "import sys, torch\n"
+        "from tinker_local.backend.weights.memory_holder import get\n"
+        "from tinker_local.backend.weights.shared_memory import map_shared\n"
+        "found = get(sys.argv[1], wait=True)\n"
+        "memory = map_shared(found.files[0], 4096, torch.device('cpu'))\n"
+        "print(found.said, memory.sum().item(), flush=True)\n"
+        "memory[5] = 1\n"
+        "print('written', flush=True)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program, holder.path], capture_output=True, text=True, check=False)
+    assert ran.stdout == "bytes 28672\n"
+    assert ran.returncode == -signal.SIGSEGV
+    deposit = get(holder.path, wait=False)
+    assert deposit is not None
+    with pytest.raises(PermissionError):  # a mapping for writing
+        mmap.mmap(deposit.files[0], 4096)
+    os.close(deposit.files[0])
+
+
+def test_changed_matrices_are_found_by_their_sums(holder: MemoryHolder, tmp_path: Path) -> None:
+    """On a GPU, for instance, where memory can fail."""
     model = write_model("qwen3", tmp_path / "model")
+    trainer_of(model, holder).close()
+    deposit = get(holder.path, wait=False)
+    assert deposit is not None
+    sums = deposit.said["sums"]
+    assert len(sums) == 6 * 7 + 1  # a tied head
+    changed = {name: each ^ (number in (3, 9)) for number, (name, each) in enumerate(sums.items())}
+    try:
+        SharedMatrices.mapped(deposit, CPU).verify()
+        other = Deposit({**deposit.said, "sums": changed}, deposit.files)
+        with pytest.raises(RuntimeError, match=r"the frozen weights have changed in memory: \S+ and 1 more$"):
+            SharedMatrices.mapped(other, CPU).verify()
+    finally:
+        for file in deposit.files:
+            os.close(file)
+
+
+@given(st.binary(min_size=1, max_size=100), st.data())
+def test_sums_see_every_bit_and_the_order(data: bytes, choices: st.DataObject) -> None:
+    place, bit = choices.draw(st.integers(0, len(data) - 1)), choices.draw(st.integers(0, 7))
+    changed = bytearray(data)
+    changed[place] ^= 1 << bit
+    before = checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    assert checksum(torch.frombuffer(changed, dtype=torch.uint8)) != before
+    turned = data[::-1]
+    if turned != data:
+        assert checksum(torch.frombuffer(bytearray(turned), dtype=torch.uint8)) != before
+
+
+def test_sums_see_the_order_of_parts_and_not_how_a_matrix_lies() -> None:
+    rows = torch.arange(2.0**21).view(2, -1)
+    assert checksum(rows) != checksum(rows.flip(0))
+    assert checksum(rows.T.contiguous().T) == checksum(rows)
+
+
+async def test_what_a_trainer_cannot_share_is_said_and_not_waited_for(
+    holder: MemoryHolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model("qwen3", tmp_path / "model")
+
+    def unknown(*_: Any) -> None:
+        raise ValueError("no names")
+
+    monkeypatch.setattr("tinker_local.backend.training.model.file_names.revert_weight_conversion", unknown)
+    with pytest.raises(CannotShareError):
+        trainer_of(model, holder)
+    with pytest.raises(CannotShareError, match="the trainer shares nothing"):
+        sampler_of(model, holder)
+    assert holder.refusal == "transformers' names of its files: ValueError: no names"
+
+
+async def test_a_matrix_that_vllm_leaves_as_it_was_made_is_said(
+    holder: MemoryHolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is lost by then."""
+    model = write_model("qwen3", tmp_path / "model")
+    trainer = trainer_of(model, holder)
+    of = LentWeights.of
+
+    def missing(*arguments: Any) -> LentWeights:
+        lent = of(*arguments)
+        kept = {name: tensor for name, tensor in lent.tensors.items() if "o_proj" not in name}
+        return LentWeights(kept, lent.lent & kept.keys(), lent.matrices)
+
+    monkeypatch.setattr(LentWeights, "of", missing)
+    with pytest.raises(CannotShareError):
+        sampler_of(model, holder)
+    assert holder.refusal == "ValueError: vLLM loads nothing into model.layers.0.self_attn.o_proj.weight"
+    trainer.close()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("place", "shared", "cause"),
+    [("inline", "auto", ""), ("process", "auto", ""), ("inline", "off", ""), ("inline", "auto", "no names")],
+)
+async def test_a_server_shares_what_it_is_asked_to(
+    place: Any, shared: Any, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model("qwen3", tmp_path / "model")
+    if cause:
+
+        def unknown(*_: Any) -> None:
+            raise ValueError(cause)
+
+        monkeypatch.setattr("tinker_local.backend.training.model.file_names.revert_weight_conversion", unknown)
     said: list[str] = []
     options = BackendOptions(
-        data_dir=tmp_path / "data", kv_cache_bytes=2**26, max_rank=8, sampler_sleeps=False, shared_weights=shared
+        data_dir=tmp_path / "data",
+        kv_cache_bytes=2**26,
+        max_rank=8,
+        sampler_sleeps=False,
+        shared_weights=shared,
+        sampler=place,
+        trainer=place,
     )
     backend = InProcessBackend([ModelSource("tiny", model)], options, progress=said.append)
     await backend.start()
     await backend.close()
     assert any("trainer and sampler agree to" in line for line in said)
-    reads = [line for line in said if "the sampler reads" in line]
-    assert len(reads) == (1 if shared == "auto" else 0)
+    together = [line for line in said if "trainer and sampler share" in line]
+    assert len(together) == (1 if shared == "auto" and not cause else 0)
+    apart = [line for line in said if "a copy of the weights each" in line]
+    assert len(apart) == (1 if cause else 0)
+    assert all(line.endswith(cause) for line in apart)
 
 
-async def test_a_matrix_that_transformers_has_changed_comes_from_the_file(tmp_path: Path) -> None:
+async def test_a_matrix_that_transformers_has_changed_comes_from_the_file(
+    holder: MemoryHolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that trainer and sampler still read the files each for themselves, and comparing them says something."""
     model = write_model("qwen3", tmp_path / "model")
-    trainer = trainer_of(model)
     name = "model.layers.3.mlp.down_proj.weight"
-    right = trainer.lend().tensors[name].clone()
-    trainer._loaded.model.get_parameter(name).data[5, 7] += 1.0
-    lent = trainer.lend()
+
+    def changes(loaded: Any, *rest: Any) -> None:
+        check_found(loaded, *rest)
+        loaded.get_parameter(name).data[5, 7] += 1.0
+
+    monkeypatch.setattr("tinker_local.backend.training.model.load_model.check_found", changes)
+    trainer = trainer_of(model, holder)
+    deposit = get(holder.path, wait=True)
+    assert deposit is not None
+    try:
+        lent = LentWeights.of(deposit, model, CPU)
+    finally:
+        for file in deposit.files:
+            os.close(file)
     assert name not in lent.lent
     assert len(lent.lent) == len(lent.tensors) - 6 * 4 - 2  # vectors, and this one
-    assert torch.equal(lent.tensors[name], right)
+    loaded: Any = trainer._loaded.model
+    assert not torch.equal(lent.tensors[name], loaded.get_parameter(name))
+    assert torch.equal(lent.tensors[name], dict(stored_tensors(model, {}))[name])
 
 
-def test_a_reordered_matrix_is_not_the_same() -> None:
-    rows = torch.arange(12.0).view(3, 4)
-    lent = LentWeights({"rows": rows}, {"rows"})
-    rows.copy_(rows.flip(0))
-    with pytest.raises(RuntimeError, match=r"changed in memory: rows$"):
-        lent.verify()
+def test_a_trainer_that_comes_back_finds_its_matrices(holder: MemoryHolder, tmp_path: Path) -> None:
+    model = write_model("qwen3", tmp_path / "model")
+    first = trainer_of(model, holder)
+    inputs = RenderedInput(np.arange(5, 60, dtype=np.int32))
+    expected = first.logprobs(None, inputs)
+    first.close()
+    again = trainer_of(model, holder)
+    np.testing.assert_array_equal(again.logprobs(None, inputs), expected)
+    other = write_model("qwen3_moe", tmp_path / "other")
+    with pytest.raises(RuntimeError, match=r"the shared weights are not those of this model: \S+ differs"):
+        trainer_of(other, holder)
+
+
+def open_files() -> int:
+    """Of this process."""
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+def test_a_holder_keeps_one_deposit_until_it_is_closed() -> None:
+    holder = MemoryHolder()
+    assert get(holder.path, wait=False) is None
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(get, holder.path, wait=True)
+        file = os.memfd_create("test")
+        put(holder.path, Deposit({"many": 200}, [file] * 200))
+        found = waiting.result()
+    assert found is not None
+    assert found.said == {"many": 200}
+    assert {os.fstat(each).st_ino for each in found.files} == {os.fstat(file).st_ino}
+    assert len({*found.files}) == 200
+    assert not any(os.get_inheritable(each) for each in found.files)
+    with pytest.raises(RuntimeError, match="does not answer"):
+        put(holder.path, Deposit("another", [file]))
+    with ThreadPoolExecutor(1) as pool, contextlib.suppress(RuntimeError):  # if it was not heard before
+        other = MemoryHolder()
+        waiting = pool.submit(get, other.path, wait=True)
+        other.close()
+        assert waiting.result() is None
+    before = open_files()
+    holder.close()
+    holder.close()
+    assert open_files() <= before - 200
+    assert not Path(holder.path).parent.exists()
+    for each in (*found.files, file):
+        os.close(each)
 
 
 def test_modules_of_other_threads_keep_their_memory() -> None:

@@ -30,6 +30,7 @@ def check(compiler: Compiler) -> None:
     assert not forgotten, f"kernels_on_cards.py launches none of {', '.join(forgotten)}"
 
 
+@pytest.mark.more
 def test_every_kernel_fits_a_card_with_little_shared_memory(tmp_path: Path) -> None:
     check(compiled_for(CARDS[89], launch_each_once, tmp_path))
 

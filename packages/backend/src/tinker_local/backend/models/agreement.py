@@ -211,13 +211,7 @@ def judge(
     depends on its depth, its logits and its experts. `least`: a difference that is always normal; `tolerance`: the most
     that can be.
     """
-    is_long = ~np.concatenate([np.full(probe.length - 1, probe in _short(probes)) for probe in probes])
-    base = draws[0][~is_long]
-    moved = [compare(_short(probes), base, draw) for draw in draws[1:]]
-    by_rounding = Rounding(
-        max(each.difference for draw in moved for each in draw),
-        float(np.median(np.concatenate([_differences(_short(probes), base, draw) for draw in draws[1:]]))),
-    )
+    by_rounding = moved_by_rounding(probes, draws)
     mean_limit, typical_limit, one_limit = (
         min(tolerance, max(least, times * noise))
         for times, noise in (
@@ -243,6 +237,17 @@ def judge(
     if problem is not None:
         problem = f"{agreement}; they differ by {problem}"
     return Comparison(agreement, mean_limit, typical, typical_limit, by_rounding, problem)
+
+
+def moved_by_rounding(probes: Sequence[RenderedInput], draws: Sequence[npt.NDArray[np.float32]]) -> Rounding:
+    """What rounding alone moves the logprobs of the short `probes` by; `draws`: of `trainer_draws`."""
+    is_long = ~np.concatenate([np.full(probe.length - 1, probe in _short(probes)) for probe in probes])
+    base = draws[0][~is_long]
+    moved = [compare(_short(probes), base, draw) for draw in draws[1:]]
+    return Rounding(
+        max(each.difference for draw in moved for each in draw),
+        float(np.median(np.concatenate([_differences(_short(probes), base, draw) for draw in draws[1:]]))),
+    )
 
 
 def _short(probes: Sequence[RenderedInput]) -> list[RenderedInput]:

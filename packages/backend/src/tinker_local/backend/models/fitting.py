@@ -184,6 +184,7 @@ class Fitting:
             steps=step_sizes(int(gib * GIB), name),
             image_cache=IMAGE_CACHE if self._vision else 0,
             logits=CUDA_LOGITS * ITEMSIZE,
+            shared=options.shared_weights == "auto",
         )
 
 

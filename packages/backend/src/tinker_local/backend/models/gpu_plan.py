@@ -1,8 +1,8 @@
 """Divides a GPU's memory between a trainer and a vLLM engine before either is loaded. Imports neither torch nor vLLM.
 
-Both hold the model's weights. Of the rest, the trainer gets what a full micro-batch needs without recomputation, but at
-most half; the KV cache gets the remainder, but no more than its sequences can fill. A GPU that has one of them alone
-gives it everything.
+Both hold the model's weights, or one copy of them together. Of the rest, the trainer gets what a full micro-batch
+needs without recomputation, but at most half; the KV cache gets the remainder, but no more than its sequences can
+fill. A GPU that has one of them alone gives it everything.
 
 Layers with a sliding window or with linear attention keep little of a sequence. vLLM then divides its cache into blocks
 that layers of all kinds share (`kv_cache_utils.py`, the same in 0.26 and 0.32). With linear attention it refuses to
@@ -228,6 +228,7 @@ def plan_gpu(
     context_parallel: int = 1,
     trains: bool = True,
     samples: bool = True,
+    shared: bool = False,
 ) -> GpuPlan:
     """Divide `free` bytes of a GPU, with the first of `steps` that fits; for a model with linear attention, with that
     which then has the most sequences. `activations`: what the trainer's decoder takes for a micro-batch of so many
@@ -235,7 +236,8 @@ def plan_gpu(
     `logits`: bytes of image features and of logits that exist at a time, in both engines each; `kv_cache`: its size if
     it is given. `trains`, `samples`: whether the GPU has a trainer, one of `ranks` that share the layers, and one of
     `context_parallel` that compute a micro-batch together; and a sampler, one of `sample_ranks` with a part of every
-    layer; at least one of them. `kv_cache`, here and in the plan, is the part on this GPU.
+    layer; at least one of them. `shared`: they read one copy of the weights. `kv_cache`, here and in the plan, is the
+    part on this GPU.
 
     Raises ValueError with the numbers if the KV cache, of one sequence at least, and one sequence in the trainer do not
     fit with the last of `steps`.
@@ -246,7 +248,7 @@ def plan_gpu(
     weights = sizes.trainer_bytes(ranks)
     trainer = weights + adapters + 2 * logits + image_cache if trains else 0
     slots = adapter_slots * sizes.adapter_parameters(max_rank) * sizes.itemsize
-    sampled = -(-sizes.weight_bytes // sample_ranks)
+    sampled = 0 if shared else -(-sizes.weight_bytes // sample_ranks)  # vectors, which each has, are small
     sampler = sampled + slots + logits + image_cache if samples else 0
 
     longest = min(-(-context // context_parallel), micro_batch_tokens)
@@ -285,7 +287,8 @@ def plan_gpu(
     of_sampler = f"a KV cache for one sequence of {context} positions ({_gib(least_kv)})"
     if trains and samples:
         copies = f"{_gib(weights)} each" if weights == sampled else f"{_gib(weights)} and {_gib(sampled)}"
-        parts, what = f"two copies of the weights ({copies})", f"{of_sampler} and {of_trainer}"
+        parts = f"the weights ({_gib(weights)})" if shared else f"two copies of the weights ({copies})"
+        what = f"{of_sampler} and {of_trainer}"
     else:
         parts, what = (
             f"the weights ({_gib(weights if trains else sampled)})",

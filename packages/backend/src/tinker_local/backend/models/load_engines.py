@@ -47,11 +47,11 @@ from tinker_local.backend.stages import Stage, in_words, stage, taken
 from tinker_local.backend.training.process_trainer import ProcessTrainer, TrainerFactory
 from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.weight_files import read_ahead
+from tinker_local.backend.weights.memory_holder import MemoryHolder
 
 if TYPE_CHECKING:
     from tinker_local.backend.fakes import FakeModel
     from tinker_local.backend.sampling.sampler import Sampler
-    from tinker_local.backend.training.run.worker import HFTrainer
     from tinker_local.backend.training.trainer import Trainer
     from tinker_local.backend.vllm_engine.build_engine import EngineOptions
     from tinker_local.backend.vllm_engine.engine_thread import EngineThread
@@ -385,35 +385,6 @@ def make_vllm_sampler(engine: "EngineOptions") -> "VLLMSampler":
     return VLLMSampler(engine, engine_thread())
 
 
-class OneCopy:
-    """Makes a trainer and then a sampler, in this process, which reads the trainer's weights where vLLM can."""
-
-    def __init__(self, trainer: "Callable[[], HFTrainer]", engine: "EngineOptions", progress: Progress) -> None:
-        self._make_trainer, self._engine, self._progress = trainer, engine, progress
-
-    def trainer(self) -> "HFTrainer":
-        self._trainer = self._make_trainer()
-        return self._trainer
-
-    def sampler(self) -> "VLLMSampler":
-        from tinker_local.backend.weights.lent_weights import CannotShareError
-
-        why = ""
-        try:
-            sampler = make_vllm_sampler(replace(self._engine, lent=self._trainer.lend()))
-        except CannotShareError as error:
-            why = str(error)
-        if why:  # the error and what it holds of the engine are gone
-            self._progress(f"{self._engine.model}: trainer and sampler have a copy of the weights each: {why}")
-            return make_vllm_sampler(self._engine)
-        shared, whole = sampler.shared_bytes
-        self._progress(
-            f"{self._engine.model}: the sampler reads {shared / 2**20:.0f} of {whole / 2**20:.0f} MiB of weights where "
-            "the trainer has them"
-        )
-        return sampler
-
-
 def make_vllm_rank(engine: "EngineOptions", seat: SamplerSeat) -> Any:
     """The `VLLMSampler` of rank 0, or the `Follower` of another rank."""
     from tinker_local.backend.vllm_engine.rank_follower import Follower
@@ -428,7 +399,31 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
     use_writable_caches(options.data_dir, progress)
     read_ahead(source.path)
     with started_early(_imports(options)):
-        return _load_real(source, options, progress)
+        if not _shares(options):
+            return _load_real(source, options, progress, None)
+        holder = MemoryHolder()
+        try:
+            engines = _load_real(source, options, progress, holder)
+        except BaseException as error:
+            holder.close()
+            if holder.refusal is None or not isinstance(error, Exception):
+                raise
+        else:
+            shared, whole = holder.read or (0, 0)
+            progress(
+                f"{source.name}: trainer and sampler share {shared / 2**20:.0f} of {whole / 2**20:.0f} MiB of weights"
+            )
+            return engines
+        progress(f"{source.name}: trainer and sampler have a copy of the weights each: {holder.refusal}")
+        return _load_real(source, options, progress, None)
+
+
+def _shares(options: BackendOptions) -> bool:
+    """Whether both engines are to read one copy of the weights: where each is one process, or both are this one, on the
+    same GPU or on a CPU."""
+    several = options.train_gpus or options.sample_gpus or len(memory_of_gpus()) > 1
+    hosts = max(options.train_hosts, options.sample_hosts)
+    return options.shared_weights == "auto" and not several and hosts == 1
 
 
 def _imports(options: BackendOptions) -> Mapping[str, str]:
@@ -448,7 +443,10 @@ def _imports(options: BackendOptions) -> Mapping[str, str]:
     }
 
 
-def _load_real(source: ModelSource, options: BackendOptions, progress: Progress) -> Engines:
+def _load_real(
+    source: ModelSource, options: BackendOptions, progress: Progress, holder: MemoryHolder | None
+) -> Engines:
+    """`holder`: of the weights that both engines read, if they share them."""
     taken()
     with stage("imports"):
         import torch
@@ -474,6 +472,7 @@ def _load_real(source: ModelSource, options: BackendOptions, progress: Progress)
         max_rank=options.max_rank,
         sleeps=options.sampler_sleeps,
         train_vision=options.train_vision and family.vision is not None and not family.vision.frozen,
+        shared_weights=None if holder is None else holder.path,
     )
     gpus = 0 if compat_vllm.runs_on_cpu() else torch.cuda.device_count()
     placed = place_engines(config, engine, options, gpus)
@@ -493,6 +492,7 @@ def _load_real(source: ModelSource, options: BackendOptions, progress: Progress)
         decoder=options.decoder,
         shards=layout.shards,
         context_parallel=layout.context_parallel,
+        shared_weights=None if holder is None else holder.path,
     )
     several = len(options.train_gpus) * options.train_hosts > 1
     make_trainer: TrainerFactory = functools.partial(trainer_of_rank if several else HFTrainer, config_of_trainer)
@@ -501,11 +501,6 @@ def _load_real(source: ModelSource, options: BackendOptions, progress: Progress)
     sequences = engines[0].max_sequences
     make_sampler: SamplerFactory | Replicas = Replicas(factories, sequences) if options.sample_gpus else factories[0]
     sampler_place, trainer_place = engine_place(options.sampler), engine_place(options.trainer)
-    together = sampler_place == trainer_place == "inline" and not (options.train_gpus or options.sample_gpus)
-    lends = options.shared_weights == "auto" and together and not gpus
-    if lends:
-        one = OneCopy(functools.partial(HFTrainer, config_of_trainer), engines[0], progress)
-        make_sampler, make_trainer = one.sampler, one.trainer
     places = sampler_place, make_sampler, trainer_place, make_trainer
     if max(options.train_hosts, options.sample_hosts) > 1:
         ranks, replicas = len(options.train_gpus), len(engines)
@@ -516,7 +511,9 @@ def _load_real(source: ModelSource, options: BackendOptions, progress: Progress)
     with starting(options, *places) as (load_sampler, load_trainer):
         # Without a plan, the trainer takes what the sampler leaves.
         planned = not gpus or placed.activation_bytes is not None
-        both = load_both(load_sampler, load_trainer, at_once=planned and "inline" not in places, lends=lends)
+        both = load_both(
+            load_sampler, load_trainer, at_once=planned and "inline" not in places, lends=holder is not None
+        )
         with stage("processors"):
             renderer = load_renderer(source.path, dtype=dtype, max_pixels=options.max_image_pixels)
             text = HFText.load(source.path, renderer.tokens)
@@ -541,6 +538,7 @@ def _load_real(source: ModelSource, options: BackendOptions, progress: Progress)
         kv_cache_bytes=min(each.kv_cache_bytes or 0 for each in engines),
         wanted_context=min(options.max_context_length or longest, longest),
         stages=stages,
+        holder=holder,
     )
 
 

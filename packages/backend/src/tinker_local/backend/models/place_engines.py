@@ -197,6 +197,7 @@ def gpu_plans(
                 context_parallel=layout.context_parallel,
                 trains=gpu in layout.trains_on,
                 samples=gpu in layout.samples_on,
+                shared=engine.shared_weights is not None and layout == ONE_GPU,
             )
         except ValueError as error:
             if {*layout.trains_on, *layout.samples_on} == {FIRST_GPU}:

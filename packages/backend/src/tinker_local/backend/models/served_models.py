@@ -45,6 +45,7 @@ from tinker_local.backend.stages import Stage
 from tinker_local.backend.threads import without_pool
 from tinker_local.backend.training.rotations import Compared, Rotations
 from tinker_local.backend.training.trainer import Trainer
+from tinker_local.backend.weights.memory_holder import MemoryHolder
 from tinker_local.types import ApiError, InvalidRequestError, LoraConfig
 from tinker_local.types.errors import brief
 
@@ -65,7 +66,7 @@ class Engines:
     class of this architecture does with any. `compare_seconds`: how long the start may take to compare their logprobs
     on long texts; 0: it does not. `kv_cache_bytes`: of the sampler, on each of its GPUs; 0:
     not known. `wanted_context`: positions that the model and the options allow; 0: not known. `stages`: where the time
-    of loading went, of the server, the sampler and the trainer.
+    of loading went, of the server, the sampler and the trainer. `holder`: of the weights that both share, if they do.
     """
 
     renderer: Renderer
@@ -85,6 +86,7 @@ class Engines:
     kv_cache_bytes: int = 0
     wanted_context: int = 0
     stages: Mapping[str, Sequence[Stage]] = field(default_factory=dict)
+    holder: MemoryHolder | None = None
 
 
 EngineLoader = Callable[[ModelSource, BackendOptions], Engines]
@@ -394,6 +396,8 @@ class ServedModel:
             await self.engines.sampler.close()
         if self.supervision is None:
             await asyncio.to_thread(self.engines.trainer.close)
+        if self.engines.holder is not None:
+            self.engines.holder.close()
 
 
 class ServedModels:

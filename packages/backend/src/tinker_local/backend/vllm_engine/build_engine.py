@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tinker_local.backend.heap import while_importing
@@ -31,9 +31,6 @@ from tinker_local.backend.vllm_engine.compat_vllm import (
 from tinker_local.backend.vllm_engine.release_engine import kept_by_dynamo, workspaces_of_failures_left
 from tinker_local.backend.vllm_engine.sleep_mode import sleep_mode_is_free
 
-if TYPE_CHECKING:
-    from tinker_local.backend.weights.lent_weights import LentWeights
-
 _MIB = 2**20
 _building = threading.Lock()
 
@@ -52,8 +49,9 @@ class EngineOptions:
     requests, if that is more than vLLM's default. `enforce_eager` None: True on CPU, False on CUDA (CUDA graphs).
     `sleeps`: enable sleep mode; on CUDA, and for one engine of the process at a time. `ranks`: of tensor parallelism,
     each a process with a share of every layer (`rank_leader.py`); `kv_cache_bytes` is that of one. `train_vision`:
-    adapters may change the vision tower, which also takes `max_rank` in each slot. `lent`: of a trainer in this process
-    on the same device, which the engine then reads where it can (`shared_weights.py`).
+    adapters may change the vision tower, which also takes `max_rank` in each slot. `shared_weights`: the path of a
+    `MemoryHolder` with the matrices of a trainer on the same device, which the engine then reads where it can
+    (`shared_weights.py`).
     """
 
     model: str
@@ -71,7 +69,7 @@ class EngineOptions:
     sleeps: bool = False
     ranks: int = 1
     train_vision: bool = False
-    lent: "LentWeights | None" = None
+    shared_weights: str | None = None
 
 
 def prepare_environment() -> None:
@@ -187,15 +185,16 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
 
         patches.apply_to_process()
         forget_rotary_modules()
-        if options.lent is not None:
+        if options.shared_weights is not None:
             shared_weights.register()
         with stage("options"):
             config = EngineArgs(**_engine_arguments(options)).create_engine_config(UsageContext.ENGINE_CONTEXT)
         patches.apply_to_config(config, options.image_cache_bytes)
         kept_before = kept_by_dynamo()
         with workspaces_of_failures_left():
-            with stage("engine"), shared_weights.lending(options.lent):
+            with stage("engine"), shared_weights.reading(options.shared_weights) as read:
                 engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+            engine.lent = read.lent
             engine.kept_by_dynamo = kept_by_dynamo() - kept_before
             patches.apply_to_engine(engine, events or patches.EngineEvents())
     return engine
@@ -225,7 +224,7 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         "max_logprobs": -1,
         "enable_sleep_mode": options.sleeps and not on_cpu and sleep_mode_is_free(),
     }
-    if options.lent is not None:
+    if options.shared_weights is not None:
         from tinker_local.backend.vllm_engine.shared_weights import LOAD_FORMAT
 
         arguments["load_format"] = LOAD_FORMAT

@@ -1,4 +1,4 @@
-"""One copy of the frozen base for both engines of a process: vLLM's matrices are memory of the trainer's.
+"""One copy of the frozen base for both engines: vLLM's matrices are memory that the trainer has written.
 
 vLLM's own loading says which rows of which tensor each parameter has, whatever a family calls and joins: it runs on the
 trainer's tensors, and what it copies into a matrix is noted and not copied. A matrix whose rows lie in the trainer's
@@ -10,6 +10,7 @@ linear layers, which is 1.2 to 3.6 times as fast for few rows.
 import contextlib
 import functools
 import math
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -19,7 +20,9 @@ from typing import Any
 import torch
 from tinker_local.backend.stages import stage
 from tinker_local.backend.vllm_engine.compat_vllm import served_model
-from tinker_local.backend.weights.lent_weights import CannotShareError, LentWeights
+from tinker_local.backend.weights.lent_weights import LentWeights
+from tinker_local.backend.weights.memory_holder import get, refuse
+from tinker_local.backend.weights.shared_memory import CannotShareError
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,17 +30,47 @@ LOAD_FORMAT = "tinker_local_shared"
 """vLLM's name of the loader, see `register`."""
 
 
-_lent: ContextVar[LentWeights | None] = ContextVar("lent weights", default=None)
+@dataclass(slots=True, eq=False)
+class Reading:
+    """Where an engine that is built with `LOAD_FORMAT` gets its weights: from the holder at the path `holder`. `lent`:
+    what it has got there."""
+
+    holder: str | None
+    lent: LentWeights | None = None
+
+    def get(self, source: str, device: torch.device) -> LentWeights:
+        """Waits for a trainer of the model at `source`. CannotShareError if it shares nothing."""
+        assert self.holder is not None
+        deposit = get(self.holder, wait=True)
+        if deposit is None:
+            raise CannotShareError("the trainer shares nothing")
+        try:
+            self.lent = LentWeights.of(deposit, source, device)
+        except CannotShareError as error:
+            raise self.refused(str(error)) from None
+        finally:
+            for file in deposit.files:
+                os.close(file)
+        return self.lent
+
+    def refused(self, why: str) -> CannotShareError:
+        """The error, of which the holder has been told."""
+        assert self.holder is not None
+        refuse(self.holder, why)
+        return CannotShareError(why)
+
+
+_reading: ContextVar[Reading] = ContextVar("reading")
 
 
 @contextlib.contextmanager
-def lending(weights: LentWeights | None) -> Iterator[None]:
-    """An engine that is built here with `LOAD_FORMAT` reads `weights`."""
-    before = _lent.set(weights)
+def reading(holder: str | None) -> Iterator[Reading]:
+    """An engine that is built here with `LOAD_FORMAT` reads what the holder at the path `holder` keeps."""
+    before = _reading.set(Reading(holder))
     try:
-        yield
+        yield _reading.get()
     finally:
-        _lent.reset(before)
+        _reading.reset(before)
 
 
 @functools.cache
@@ -58,19 +91,22 @@ def register() -> None:
 
         def load_weights(self, model: Any, model_config: Any) -> None:
             self._until_loaded.close()  # what vLLM makes of matrices afterwards is its affair
-            weights = _lent.get()
-            assert weights is not None
+            torch.cuda.empty_cache()  # each had memory before it was emptied
+            read = _reading.get()
+            with stage("trainer waited for"):
+                weights = read.get(model_config.model, self._emptied.device)
             try:
                 with stage("shared"):
                     self._emptied.fill(model, weights)
             except Exception as error:  # of any type: a model's loading may do what a matrix without memory cannot
-                raise CannotShareError(f"{type(error).__name__}: {error}".partition("\n")[0]) from None
+                raise read.refused(f"{type(error).__name__}: {error}".partition("\n")[0]) from None
 
     register_model_loader(LOAD_FORMAT)(SharedLoader)
 
 
-def shared_bytes(weights: LentWeights, engine: Any) -> tuple[int, int]:
-    """Bytes of `weights` that `engine` reads where they are, and of all of them."""
+def shared_bytes(engine: Any) -> tuple[int, int]:
+    """Bytes of the weights that a trainer has lent to `engine` which it reads there, and of all weights."""
+    weights: LentWeights = engine.lent
     lent = {tensor.untyped_storage().data_ptr() for tensor in weights.storages().values()}
     parts = {
         (parameter.data_ptr(), parameter.nbytes)
@@ -109,7 +145,7 @@ class _Emptied(TorchDispatchMode):
         self._storages: list[torch.UntypedStorage] = []  # kept, so that no other gets the number of one of them
         self._lent: Mapping[int, torch.Tensor] = {}
         self._written: set[int] = set()
-        self._device = torch.device("meta")
+        self.device = torch.device("meta")
 
     @contextlib.contextmanager
     def matrices(self) -> Iterator[None]:
@@ -121,7 +157,7 @@ class _Emptied(TorchDispatchMode):
             if threading.get_ident() != here:
                 return  # another thread's module: the hook is one for the process
             if parameter is not None and parameter.dim() >= 2 and not parameter.is_meta:  # a tied one has been here
-                self._device = parameter.device
+                self.device = parameter.device
                 _become(parameter, torch.empty_like(parameter, device="meta"))
                 self._storages.append(parameter.untyped_storage())
                 self._copies[self._storages[-1]._cdata] = []
@@ -141,7 +177,7 @@ class _Emptied(TorchDispatchMode):
         with self:
             model.load_weights(iter(weights.tensors.items()))
         views: dict[int, torch.Tensor] = {}
-        own = False
+        own: dict[str, Any] = {}
         for name, parameter in model.named_parameters():
             memory = parameter.untyped_storage()._cdata
             if memory not in self._copies:
@@ -150,10 +186,13 @@ class _Emptied(TorchDispatchMode):
                 raise ValueError(f"vLLM loads nothing into {name}")
             found = self._view(parameter)
             if found is None:
-                _become(parameter, torch.zeros_like(parameter, device=self._device))
-                own = True
+                own[name] = parameter
             else:
                 views[id(parameter)] = found
+        if own and self.device.type == "cuda":  # a GPU's memory is planned for one copy
+            raise ValueError(f"vLLM has {len(own)} matrices in another form, such as {next(iter(own))}")
+        for parameter in own.values():
+            _become(parameter, torch.zeros_like(parameter, device=self.device))
         if own:
             with self:
                 model.load_weights(iter(weights.tensors.items()))
@@ -195,7 +234,7 @@ class _Emptied(TorchDispatchMode):
     def _note(self, target: torch.Tensor, source: torch.Tensor) -> None:
         memory = source.untyped_storage()._cdata
         plain = memory in self._lent and target.is_contiguous() and source.is_contiguous()
-        plain = plain and (source.shape, source.dtype, source.device) == (target.shape, target.dtype, self._device)
+        plain = plain and (source.shape, source.dtype, source.device) == (target.shape, target.dtype, self.device)
         place = target.storage_offset()
         copy = _Copy(memory, place, math.prod(target.shape), place - source.storage_offset(), plain)
         self._copies[target.untyped_storage()._cdata].append(copy)

@@ -33,6 +33,7 @@ from tinker_local.backend.vllm_engine.rank_leader import Leader
 from tinker_local.backend.vllm_engine.release_engine import release_engine
 from tinker_local.backend.vllm_engine.shared_weights import shared_bytes
 from tinker_local.backend.vllm_engine.vllm_adapters import VLLMAdapters
+from tinker_local.backend.weights.memory_holder import tell
 from tinker_local.types import ApiError, InternalError, InvalidRequestError, SampleOutput
 
 
@@ -44,8 +45,7 @@ class VLLMSampler:
     share one prefill through the prefix cache; `prompt_cache_hit_tokens` does not count these hits.
 
     `can_sleep`: the options ask for it, and it works here. `asleep`: only the engine thread writes it.
-    `startup_seconds`: the time to build the engine, with the import of vLLM if it was the first. `shared_bytes`: of the
-    weights that a trainer has lent, how many vLLM reads there, and all.
+    `startup_seconds`: the time to build the engine, with the import of vLLM if it was the first.
     """
 
     def __init__(self, options: EngineOptions, thread: EngineThread, seat: SamplerSeat | None = None) -> None:
@@ -61,9 +61,6 @@ class VLLMSampler:
             options.model, build, self._release, lambda engine: masks_of(engine).settle()
         ).result()
         config = thread.call(self._engine, lambda engine: engine.model_config).result()
-        self.shared_bytes = (0, 0)
-        if options.lent is not None:
-            self.shared_bytes = thread.call(self._engine, partial(shared_bytes, options.lent)).result()
         self.max_context_length: int = config.max_model_len
         self.adapter_dtype = options.dtype or default_dtype()
         self._vocab_size: int = config.get_vocab_size()
@@ -75,9 +72,10 @@ class VLLMSampler:
         if self._leader is not None:
             self._leader.join()
         engine = build_engine(options, EngineEvents(self._note_encoded, self._note_begun, self._adapters.load))
-        if options.lent is not None:
+        if options.shared_weights is not None:
             try:
-                options.lent.verify()
+                engine.lent.verify()
+                tell(options.shared_weights, shared_bytes(engine))
             except RuntimeError:
                 release_engine(engine)
                 raise

@@ -24,6 +24,7 @@ QKV = Joined(("q_proj", "k_proj", "v_proj"), "qkv_proj")
 GATE_UP = Joined(("gate_proj", "up_proj"), "gate_up_proj")
 QKVZ = Joined(("in_proj_qkv", "in_proj_z"), "in_proj_qkvz")
 BA = Joined(("in_proj_b", "in_proj_a"), "in_proj_ba")
+JOINED = (QKV, GATE_UP, QKVZ, BA)
 
 EXPERTS_GATE_UP, EXPERTS_DOWN = "gate_up_proj", "down_proj"
 """transformers' parameters of all experts of a layer, [E, 2 I, H] and [E, H, I] (or transposed, see `Experts`)."""

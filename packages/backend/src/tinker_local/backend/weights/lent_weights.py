@@ -1,40 +1,102 @@
-"""The frozen weights of a trainer, lent to a sampler of the same process."""
+"""The frozen weights of a trainer, as a sampler reads them."""
 
-import zlib
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
+import safetensors
 import torch
+from tinker_local.backend.weight_files import folder_of, weight_files
+from tinker_local.backend.weights.checksum import checksum
+from tinker_local.backend.weights.memory_holder import Deposit
+from tinker_local.backend.weights.shared_memory import CannotShareError, map_shared
 
 
-class CannotShareError(Exception):
-    """Why a sampler cannot read a trainer's memory."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor is in several pieces of memory: `offset` bytes into number `piece`. `stride`: in numbers."""
+
+    piece: int
+    offset: int
+    dtype: str
+    shape: Sequence[int]
+    stride: Sequence[int]
+
+    @staticmethod
+    def of(tensor: torch.Tensor, pieces: Mapping[int, int]) -> "Place | None":
+        """`pieces`: the number of each, by the address of its storage. None if `tensor` is in none of them."""
+        piece = pieces.get(tensor.untyped_storage()._cdata)
+        if piece is None:
+            return None
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return Place(piece, tensor.storage_offset() * tensor.itemsize, dtype, [*tensor.shape], [*tensor.stride()])
+
+    def tensor(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The tensor there."""
+        dtype, memory = getattr(torch, self.dtype), pieces[self.piece]
+        empty = torch.empty(0, dtype=dtype, device=memory.device)
+        return empty.set_(memory.untyped_storage(), self.offset // dtype.itemsize, self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedMatrices:
+    """The matrices of transformers' model in `pieces` of memory that processes share, uint8 [size] each. `places`: by
+    the names of parameters. `sums`: what each was as it was written."""
+
+    pieces: Sequence[torch.Tensor] = field(repr=False)
+    places: Mapping[str, Place] = field(repr=False)
+    sums: Mapping[str, int] = field(repr=False)
+
+    @staticmethod
+    def mapped(deposit: Deposit, device: torch.device) -> "SharedMatrices":
+        """Maps memory of `deposit` and leaves its descriptors open."""
+        said = deposit.said
+        pieces = [map_shared(file, size, device) for file, size in zip(deposit.files, said["pieces"], strict=True)]
+        return SharedMatrices(pieces, {name: Place(**place) for name, place in said["places"].items()}, said["sums"])
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.places[name].tensor(self.pieces)
+
+    def verify(self) -> None:
+        """RuntimeError if a matrix is not what was written: both engines would compute with it, and comparing them
+        would not show it."""
+        changed = [name for name, before in self.sums.items() if checksum(self.tensor(name)) != before]
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise RuntimeError(f"the frozen weights have changed in memory: {changed[0]}{more}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LentWeights:
-    """The `tensors` of a model's files, by name; those named in `lent` are in the trainer's memory. These never change,
-    which `verify` checks: a write would change what both engines compute, and comparing them would not show it."""
+    """The `tensors` of a model's files, by name; those named in `lent` are in `matrices`, the others of the sampler's
+    own."""
 
     tensors: Mapping[str, torch.Tensor] = field(repr=False)
     lent: Set[str] = field(repr=False)
-    _sums: dict[str, int] = field(default_factory=dict, repr=False)
+    matrices: SharedMatrices = field(repr=False)
 
-    def __post_init__(self) -> None:
-        self._sums.update({name: checksum(self.tensors[name]) for name in sorted(self.lent)})
+    @staticmethod
+    def of(deposit: Deposit, source: str, device: torch.device) -> "LentWeights":
+        """Those of the model at `source` that a trainer has shared; what it has not is read from the files."""
+        matrices = SharedMatrices.mapped(deposit, device)
+        lent = {name: Place(**place).tensor(matrices.pieces) for name, place in deposit.said["files"].items()}
+        return LentWeights(dict(stored_tensors(source, lent)), frozenset(lent), matrices)
 
     def storages(self) -> dict[int, torch.Tensor]:
         """One of the lent tensors in each piece of memory, by the address of its storage."""
         return {self.tensors[name].untyped_storage()._cdata: self.tensors[name] for name in self.lent}
 
     def verify(self) -> None:
-        """RuntimeError if a tensor is not what it was."""
-        changed = [name for name, before in self._sums.items() if checksum(self.tensors[name]) != before]
-        if changed:
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            raise RuntimeError(f"the frozen weights have changed in memory: {changed[0]}{more}")
+        """See `SharedMatrices.verify`."""
+        self.matrices.verify()
 
 
-def checksum(tensor: torch.Tensor) -> int:
-    """CRC-32 of the bytes of `tensor`, in the order of its elements."""
-    return zlib.crc32(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+def stored_tensors(source: str, known: Mapping[str, Any]) -> Any:
+    """Each name in the files of `source` with its tensor: that of `known`, if it is there, and otherwise the file's.
+    CannotShareError if there are no safetensors files on this machine."""
+    if (folder := folder_of(source)) is None:
+        raise CannotShareError(f"{source} has no safetensors files on this machine")
+    for file in weight_files(folder):
+        with safetensors.safe_open(folder / file, "pt") as stored:
+            for name in list(stored.keys()):
+                yield name, known[name] if name in known else stored.get_tensor(name)

@@ -1,11 +1,11 @@
 """A loaded model's tensors by the names of its files, which vLLM's loading knows."""
 
+from collections.abc import Mapping
 from typing import Any
 
-import safetensors
 import torch
-from tinker_local.backend.weight_files import folder_of, weight_files
-from tinker_local.backend.weights.lent_weights import CannotShareError, LentWeights
+from tinker_local.backend.weights.lent_weights import Place, stored_tensors
+from tinker_local.backend.weights.shared_memory import CannotShareError
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -17,29 +17,23 @@ class _Views(TorchDispatchMode):
         return args[0] if func is torch.ops.aten.clone.default else func(*args, **(kwargs or {}))
 
 
-def lent_weights(model: Any, source: str) -> LentWeights:
-    """All tensors of the files of `source`. A matrix that transformers' `model` has unchanged is lent, as it lies in
-    the model's memory: experts one by one, for instance. All others are read from the files, as if nothing was lent.
+def places_in_files(model: Any, pieces: Mapping[int, int], source: str) -> Mapping[str, Place]:
+    """Where matrices of the files of `source` are in `pieces`, whose numbers are given by the addresses of their
+    storages: those that transformers' `model` has there and has not changed, experts one by one, for instance.
 
     CannotShareError if the files are not safetensors on this machine, or transformers cannot tell their names.
     """
-    if (folder := folder_of(source)) is None:
-        raise CannotShareError(f"{source} has no safetensors files on this machine")
     try:
         with torch.no_grad(), _Views():
             own = revert_weight_conversion(model, {name: each.detach() for name, each in model.state_dict().items()})
     except Exception as error:  # of any type: it is written for saving, where a copy is a copy
         raise CannotShareError(f"transformers' names of its files: {type(error).__name__}: {error}") from None
-    found: dict[str, torch.Tensor] = {}
-    lent = set()
-    for file in weight_files(folder):
-        with safetensors.safe_open(folder / file, "pt") as stored:
-            for name in list(stored.keys()):
-                found[name] = stored.get_tensor(name)
-                if name in own and _same(own[name], found[name]):
-                    found[name] = own[name]
-                    lent.add(name)
-    return LentWeights(found, frozenset(lent))
+    found: dict[str, Place] = {}
+    for name, stored in stored_tensors(source, {}):
+        place = Place.of(own[name], pieces) if name in own else None
+        if place is not None and _same(own[name], stored):
+            found[name] = place
+    return found
 
 
 def _same(tensor: torch.Tensor, stored: torch.Tensor) -> bool:

@@ -1,5 +1,6 @@
 """Load a base model for training: frozen, with a decoder that trains adapters on it."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from tinker_local.backend.training.lora.lora import HEAD_GROUP, Target
 from tinker_local.backend.training.model.checkpoint_fit import check_files, check_finite, check_found
 from tinker_local.backend.training.model.decoder import Decoder
 from tinker_local.backend.training.model.decoders import make_decoder, tolerance_of
+from tinker_local.backend.training.model.file_names import places_in_files
 from tinker_local.backend.training.model.logit_rule import logit_rule
 from tinker_local.backend.training.model.vision_attention import use_packed_attention
 from tinker_local.backend.training.model.vision_tower import VisionTower
@@ -25,6 +27,9 @@ from tinker_local.backend.weight_files import folder_of
 from tinker_local.backend.weights.frozen_matrix import FrozenMatrix
 from tinker_local.backend.weights.kinds import maker_of
 from tinker_local.backend.weights.large_weights import RESIDENT, LargeWeights
+from tinker_local.backend.weights.memory_holder import refuse
+from tinker_local.backend.weights.share_matrices import share_matrices
+from tinker_local.backend.weights.shared_memory import CannotShareError
 from tinker_local.types import UnsupportedError
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -178,7 +183,7 @@ def load_model(settings: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> Lo
     place = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = DTYPES[settings.dtype or ("bfloat16" if place.type == "cuda" else "float32")]
     with stage("weights"):
-        model, weights = _load(path, config, family, chosen, place, settings.shards)
+        model, weights = _load(settings, config, family, chosen, place)
     own = text_config.max_position_embeddings
     max_positions = min(settings.max_context_length or own, own)
     _fix_frequencies(model.get_submodule(family.decoder_path), max_positions)
@@ -221,13 +226,14 @@ def _compare_head(head: FrozenMatrix, module: torch.nn.Linear, where: str) -> No
 
 
 def _load(
-    path: str, config: Any, family: Family, dtype: torch.dtype, device: torch.device, shards: int
+    settings: TrainerConfig, config: Any, family: Family, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, LargeWeights]:
     """transformers' model, frozen, and where its large weights are."""
-    if shards > 1:
+    path = settings.model
+    if settings.shards > 1:
         from tinker_local.backend.training.parallel.load_sharded import load_sharded
 
-        return load_sharded(path, config, family, dtype, device, shards)
+        return load_sharded(path, config, family, dtype, device, settings.shards)
     model, info = getattr(transformers, family.auto_class).from_pretrained(
         path, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
     )
@@ -237,7 +243,16 @@ def _load(
             "remove it from the model's folder"
         )
     check_found(model, path, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
-    model = model.to(device).eval().requires_grad_(False)
+    model = model.eval().requires_grad_(False)
+    if settings.shared_weights is not None:
+        with stage("shared"):
+            try:
+                share_matrices(model, device, settings.shared_weights, functools.partial(places_in_files, source=path))
+            except CannotShareError as error:
+                refuse(settings.shared_weights, str(error))
+                raise
+            torch.cuda.empty_cache()  # of the files' matrices, which were compared
+    model = model.to(device)
     with stage("numbers checked"):
         check_finite(model, path, folder_of(path))
     return model, RESIDENT

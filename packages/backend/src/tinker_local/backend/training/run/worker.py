@@ -29,7 +29,6 @@ from tinker_local.backend.training.lora.lora import Adapter, TensorSpec
 from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss import check_train_datum
 from tinker_local.backend.training.model.decoders.transformers_positions import rotate_on
-from tinker_local.backend.training.model.file_names import lent_weights
 from tinker_local.backend.training.model.load_model import load_model
 from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.optimizers.optimizer import OptimizerState
@@ -45,7 +44,6 @@ from tinker_local.backend.training.run.token_budget import TokenBudget
 from tinker_local.backend.training.run.transfer import to_host
 from tinker_local.backend.training.trainer import Seat, TrainDatum, TrainResult, TrainWork
 from tinker_local.backend.training.trainer_config import TrainerConfig
-from tinker_local.backend.weights.lent_weights import LentWeights
 from tinker_local.types import (
     ApiError,
     InternalError,
@@ -72,7 +70,7 @@ class HFTrainer:
         ranks.check_neighbours(config.shards, "shards")
         row_ranks = ranks.share_rows(config.context_parallel)
         loaded = load_model(config, row_ranks)
-        self.name, self._source = config.name, config.model
+        self.name = config.name
         self.vocab_size = loaded.vocab_size
         self.max_context_length = loaded.max_positions
         reached = dict.fromkeys(target.projection for target in (*loaded.decoder.targets, loaded.head_target))
@@ -203,10 +201,6 @@ class HFTrainer:
         stepped = adapter if self._ranks.size == 1 else adapter.copied(torch.clone)
         stepped.step(gradient, params, norm)
         return stepped, {"grad_norm": norm, **{f"grad_norm/{path}": value for path, value in of_modules.items()}}
-
-    def lend(self) -> LentWeights:
-        """The frozen weights, for a sampler of this process; CannotShareError if their names in files are unknown."""
-        return lent_weights(self._loaded.model, self._source)
 
     def release_memory(self) -> None:
         """Release the memory that torch's allocator caches."""

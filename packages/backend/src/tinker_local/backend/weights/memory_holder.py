@@ -1,0 +1,195 @@
+"""Who keeps the frozen weights that a trainer and a sampler share: the server, which computes nothing.
+
+It has the file descriptors and what the trainer says of them, and gives both to any engine of the same user that asks:
+to the sampler, and to a trainer or a sampler that comes back after its process has died. Neither frees what the other
+reads. Messages are JSON behind their length, with the descriptors beside them, on a socket in a folder that only this
+user can enter.
+"""
+
+import array
+import json
+import os
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_FILES_AT_ONCE = 64
+"""Descriptors of one message; Linux takes 253."""
+_LENGTH = struct.Struct("!IQ")
+"""Of a message: how many descriptors, and how many bytes."""
+
+
+class Deposit(NamedTuple):
+    """`said`: JSON of the one who made the memory. `files`: descriptors of it, which are the receiver's to close."""
+
+    said: Any
+    files: Sequence[int]
+
+
+class MemoryHolder:
+    """Keeps one `Deposit` and gives it to engines that connect to `path`, until it is closed.
+
+    `refusal`: why there is none, once an engine has said so. `read`: bytes of the weights that the sampler reads there,
+    and of all weights, once it has said so.
+    """
+
+    def __init__(self) -> None:
+        self.refusal: str | None = None
+        self.read: tuple[int, int] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="tinker-local-")  # for this user alone
+        self.path = str(Path(self._folder.name) / "weights")
+        self._kept: Deposit | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.path)
+        self._listener.listen()
+        threading.Thread(target=self._accept, daemon=True, name="weights").start()
+
+    def close(self) -> None:
+        """Forget the memory, which ends with the last engine that maps it. Called twice, it does nothing more."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            for file in () if self._kept is None else self._kept.files:
+                os.close(file)
+            self._kept = None
+            self._changed.notify_all()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wake:
+            wake.connect(self.path)
+        self._listener.close()
+        self._folder.cleanup()
+
+    def _accept(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            if self._closed:
+                connection.close()
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True, name="weights").start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                if not _of_this_user(connection):
+                    return
+                asked, files = _receive(connection)
+                if asked["what"] == "put":
+                    self._keep(Deposit(asked["said"], files))
+                    _send(connection, None)
+                elif asked["what"] == "refuse":
+                    self._refuse(str(asked["why"]))
+                    _send(connection, None)
+                elif asked["what"] == "tell":
+                    shared, whole = asked["read"]
+                    self.read = int(shared), int(whole)
+                    _send(connection, None)
+                else:
+                    self._give(connection, wait=asked["what"] == "wait")
+            except (OSError, ValueError, KeyError, TypeError):
+                """The other has ended, or is none of ours."""
+
+    def _keep(self, deposit: Deposit) -> None:
+        with self._changed:
+            if self._closed or self._kept is not None:
+                for file in deposit.files:
+                    os.close(file)
+                raise ValueError("there is a deposit")
+            self._kept = deposit
+            self._changed.notify_all()
+
+    def _refuse(self, why: str) -> None:
+        with self._changed:
+            self.refusal = self.refusal or why
+            self._changed.notify_all()
+
+    def _give(self, connection: socket.socket, *, wait: bool) -> None:
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self._closed or self.refusal is not None or self._kept is not None)
+            kept = self._kept
+            files = [] if kept is None else [os.dup(file) for file in kept.files]  # `close` may come now
+        try:
+            _send(connection, None if kept is None else {"said": kept.said}, files)
+        finally:
+            for file in files:
+                os.close(file)
+
+
+def put(path: str, deposit: Deposit) -> None:
+    """Give the holder at `path` memory to keep, with other descriptors of it. RuntimeError if it does not take it."""
+    _ask(path, {"what": "put", "said": deposit.said}, deposit.files)
+
+
+def get(path: str, *, wait: bool) -> Deposit | None:
+    """What the holder at `path` keeps. None if there is nothing; with `wait`, if there will be nothing."""
+    answer, files = _ask(path, {"what": "wait" if wait else "get"})
+    return None if answer is None else Deposit(answer["said"], files)
+
+
+def refuse(path: str, why: str) -> None:
+    """Tell the holder at `path` that weights are not shared."""
+    _ask(path, {"what": "refuse", "why": why})
+
+
+def tell(path: str, read: tuple[int, int]) -> None:
+    """Tell the holder at `path` the bytes of weights that a sampler reads there, and those of all weights."""
+    _ask(path, {"what": "tell", "read": read})
+
+
+def _ask(path: str, message: Mapping[str, Any], files: Sequence[int] = ()) -> tuple[Any, list[int]]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            connection.connect(path)
+            _send(connection, message, files)
+            return _receive(connection)
+        except OSError as error:
+            raise RuntimeError(f"the server that keeps the shared weights does not answer: {error}") from None
+
+
+def _of_this_user(connection: socket.socket) -> bool:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", credentials)[1] == os.geteuid())
+
+
+def _send(connection: socket.socket, message: Any, files: Sequence[int] = ()) -> None:
+    data = json.dumps(message).encode()
+    connection.sendall(_LENGTH.pack(len(files), len(data)) + data)
+    for start in range(0, len(files), _FILES_AT_ONCE):
+        part = array.array("i", files[start : start + _FILES_AT_ONCE])
+        connection.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, part)])
+
+
+def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
+    """A message and its descriptors. ConnectionError if the other ends before."""
+    count, length = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    data = _exactly(connection, length)
+    files: list[int] = []
+    try:
+        while len(files) < count:
+            room = socket.CMSG_SPACE(_FILES_AT_ONCE * array.array("i").itemsize)
+            read, beside, _, _ = connection.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
+            found = array.array("i", b"".join(part for _, _, part in beside))
+            files += found
+            if not read or not found:
+                raise ConnectionError("descriptors are missing")
+        return json.loads(data), files
+    except BaseException:
+        for file in files:
+            os.close(file)
+        raise
+
+
+def _exactly(connection: socket.socket, length: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < length:
+        part = connection.recv(min(length - len(parts), 2**20))
+        if not part:
+            raise ConnectionError("the connection has ended")
+        parts += part
+    return bytes(parts)
