@@ -223,7 +223,8 @@ async def test_an_adapter_that_the_trainer_alone_has_is_refused_in_16_bits(
             if name.endswith(("q_proj.weight", "v_proj.weight", "o_proj.weight")):
                 a = torch.rand(8, parameter.shape[1], generator=random) * 2 - 1
                 b = torch.randn(parameter.shape[0], 8, generator=random) * 0.012
-                parameter.data += (2 * b @ a / parameter.shape[1] ** 0.5).to(parameter.device, parameter.dtype)
+                change = (2 * b @ a / parameter.shape[1] ** 0.5).to(parameter.device, parameter.dtype)
+                parameter.data = parameter.data + change  # not in place: shared weights cannot be written
         return model, weights
 
     monkeypatch.setattr(load_model, "_load", with_adapter)

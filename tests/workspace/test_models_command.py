@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from tinker_local.backend.cli.main import main
-from tinker_local.backend.models import fitting
 from tinker_local.backend.models.fitting import SHAPES, Fitting, known_config, row
+from tinker_local.backend.models.gpu_plan import USUAL
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -38,7 +38,7 @@ def test_more_memory_fits_more_and_the_defaults_are_those_of_the_sampler() -> No
     assert fit.on(80).parameters == 596_049_920
     assert "GiB" in fit.on(4).least
     defaults = EngineOptions("m")
-    assert (defaults.adapters_per_step, defaults.image_cache_bytes) == (fitting.ADAPTER_SLOTS, fitting.IMAGE_CACHE)
+    assert (defaults.adapters_per_step, defaults.image_cache_bytes) == (USUAL.adapter_slots, USUAL.image_cache)
 
 
 def test_well_known_models_and_the_check_of_the_machine_take_no_torch(tmp_path: Path) -> None:

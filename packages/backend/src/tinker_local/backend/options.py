@@ -291,10 +291,10 @@ class BackendOptions:
     shared_weights: Annotated[
         SharedWeights,
         CommandOption(
-            "Whether the sampler reads the trainer's weights in place of a copy: auto, those that vLLM neither pads "
-            "nor packs, where both are in one process on a CPU; off, none.",
+            "Whether trainer and sampler read one copy of the weights: auto, where both are on the same GPU or on a "
+            "CPU, as far as vLLM keeps matrices as they are; off, each has a copy.",
         ),
-    ] = "off"
+    ] = "auto"
     strict_losses: Annotated[
         bool,
         CommandOption(

@@ -24,6 +24,8 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The same model on the hub, in 16 bits."""
 CONTEXT = 8192
+BEGIN, END = "<|im_start|>", "<|im_end|>"
+"""Of a message; the model ends with the second, and the hub's tokenizer pads with it."""
 
 
 class PackageMissingError(RuntimeError):
@@ -123,10 +125,16 @@ def _convert(gguf: Path, out: Path) -> None:
     )
     rules.decoder = decoders.ByteLevel()
     rules.model.unk_token, rules.model.fuse_unk, rules.model.byte_fallback = None, False, False
+    # 5.17 takes the token that begins a message for the one that ends it.
+    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = BEGIN, END, END
     tokenizer.save_pretrained(out)
     # Otherwise `save_pretrained` refuses: what is loaded counts as quantized.
     whole = transformers.GgufConfig(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=whole)
+    for config in (model.config, model.generation_config):
+        config.bos_token_id, config.eos_token_id, config.pad_token_id = tokenizer.convert_tokens_to_ids(
+            [BEGIN, END, END]
+        )
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(out)

@@ -5,18 +5,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tinker_local.backend.models.gpu_plan import COUNTED_RANK, model_sizes, plan_gpu, step_sizes
-from tinker_local.backend.options import MICRO_BATCH_TOKENS, BackendOptions
-from tinker_local.backend.training.run.block_memory import CUDA_LOGITS, attention_memory, decoder_memory, mlp_memory
+from tinker_local.backend.models.gpu_plan import COUNTED_RANK, SMALLER, USUAL, model_sizes, plan_gpu, step_sizes
+from tinker_local.backend.options import BackendOptions
+from tinker_local.backend.training.run.block_memory import attention_memory, decoder_memory, mlp_memory
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory
 
 GIB = 2**30
 CONTEXT = GIB // 2
 """What the CUDA context of the process that plans takes from a free GPU."""
-
-ADAPTER_SLOTS = 4
-IMAGE_CACHE = 2**30
-"""The defaults of `EngineOptions`, which cannot be imported without vLLM."""
 
 ITEMSIZE = 2
 """Bytes of a number in bfloat16."""
@@ -173,19 +169,27 @@ class Fitting:
 
     def _plan(self, gib: float, name: str, context: int) -> None:
         options = self._options
-        plan_gpu(
-            self._sizes,
-            lambda tokens: self._memory(tokens, min(options.max_rank, COUNTED_RANK)),
-            free=int(options.gpu_memory_utilization * (gib * GIB - CONTEXT)),
-            context=context,
-            micro_batch_tokens=options.micro_batch_tokens or MICRO_BATCH_TOKENS,
-            max_rank=options.max_rank,
-            adapter_slots=ADAPTER_SLOTS,
-            steps=step_sizes(int(gib * GIB), name),
-            image_cache=IMAGE_CACHE if self._vision else 0,
-            logits=CUDA_LOGITS * ITEMSIZE,
-            shared=options.shared_weights == "auto",
-        )
+        for reserves in (USUAL, *SMALLER):
+            try:
+                plan_gpu(
+                    self._sizes,
+                    lambda tokens: self._memory(tokens, min(options.max_rank, COUNTED_RANK)),
+                    free=int(options.gpu_memory_utilization * (gib * GIB - CONTEXT)),
+                    context=context,
+                    micro_batch_tokens=options.micro_batch_tokens or reserves.micro_batch_tokens,
+                    max_rank=options.max_rank,
+                    adapter_slots=reserves.adapter_slots,
+                    steps=step_sizes(int(gib * GIB), name),
+                    image_cache=reserves.image_cache if self._vision else 0,
+                    logits=reserves.logits * ITEMSIZE,
+                    adapters=reserves.adapters,
+                    shared=options.shared_weights == "auto",
+                )
+            except ValueError as error:
+                refusal = error
+            else:
+                return
+        raise refusal
 
 
 def row(name: str) -> str:

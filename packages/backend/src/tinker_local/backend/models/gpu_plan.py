@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from tinker_local.backend.options import MICRO_BATCH_TOKENS
 from tinker_local.backend.sampling.sampler import RESERVED
-from tinker_local.backend.training.run.block_memory import attention_widths, exchange_bytes
+from tinker_local.backend.training.run.block_memory import CUDA_LOGITS, attention_widths, exchange_bytes
 
 if TYPE_CHECKING:
     from tinker_local.backend.training.run.block_memory import TowerSizes
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 _GIB = 2**30
 _PAGE = 16
 """vLLM's blocks are multiples of so many positions."""
+_VOCABULARY_STEP = 64
+"""vLLM has embeddings and LM heads of multiples of so many rows."""
 _RUNTIME = 3 * _GIB
 """CUDA contexts of two processes, workspaces of libraries, CUDA graphs, fragmentation."""
-_COUNTED_ADAPTERS = 4
-"""Training adapters with reserved memory; more of them take memory from activations, which are then recomputed."""
 GATHERED = 3
 """Whole layers that a rank of a sharded trainer has memory for: the one that runs, the next one, and, if NCCL gathers
 them, the same as it is received."""
@@ -66,6 +67,13 @@ class ModelSizes:
     def layer_parameters(self) -> int:
         """Of the matrices of one layer."""
         return self.hidden * (2 * self.q_width + 2 * self.kv_width + 3 * self.intermediate)
+
+    @property
+    def unshared_bytes(self) -> int:
+        """Of matrices that the sampler has a copy of although it reads the trainer's: those of a vocabulary that vLLM
+        adds rows to. Vectors, which both have, are small."""
+        padded = self.vocabulary % _VOCABULARY_STEP
+        return 2 * self.vocabulary * self.hidden * self.itemsize if padded else 0
 
     def trainer_bytes(self, ranks: int) -> int:
         """Weights on one of `ranks` that share the layers: its part of them, `GATHERED` whole ones, and all else. An
@@ -157,6 +165,35 @@ class StepSize:
 
 
 @dataclass(frozen=True, slots=True)
+class Reserves:
+    """What is set aside besides weights, activations and KV cache. `adapters`: that train, of `COUNTED_RANK` at most;
+    more of them take memory from activations, which are then recomputed. `adapter_slots`: of vLLM, for adapters of
+    the largest rank in one step. `image_cache`: bytes of image features, in both engines each. `logits`: numbers that
+    exist at a time, in both engines. `micro_batch_tokens`: positions in one forward of the trainer, unless they are
+    chosen."""
+
+    adapters: int = 4
+    adapter_slots: int = 4
+    image_cache: int = 2**30
+    logits: int = CUDA_LOGITS
+    micro_batch_tokens: int = MICRO_BATCH_TOKENS
+
+    def __str__(self) -> str:
+        return (
+            f"{self.adapter_slots} sampled adapters in a step, {self.image_cache >> 20} MiB of image features, "
+            f"micro-batches of {self.micro_batch_tokens:,} positions"
+        )
+
+
+USUAL = Reserves()
+SMALLER = (
+    Reserves(2, 2, image_cache=2**28, logits=2**27, micro_batch_tokens=4096),
+    Reserves(1, 1, image_cache=2**27, logits=2**27, micro_batch_tokens=4096),
+)
+"""For a GPU that both engines are on and whose memory is short for `USUAL`, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
 class GpuPlan:
     """`step` of vLLM. Bytes: `kv_cache` for vLLM, and `activations`, the trainer's limit without weights, adapters and
     logits; 0 for what is not on the GPU. `micro_batch_tokens`: positions in one forward of the trainer."""
@@ -222,6 +259,7 @@ def plan_gpu(
     steps: Sequence[StepSize],
     image_cache: int,
     logits: int,
+    adapters: int = USUAL.adapters,
     kv_cache: int | None = None,
     ranks: int = 1,
     sample_ranks: int = 1,
@@ -233,7 +271,8 @@ def plan_gpu(
     """Divide `free` bytes of a GPU, with the first of `steps` that fits; for a model with linear attention, with that
     which then has the most sequences. `activations`: what the trainer's decoder takes for a micro-batch of so many
     positions. `context`: the longest sequence, in positions; `adapter_slots` of `max_rank`: vLLM's; `image_cache`,
-    `logits`: bytes of image features and of logits that exist at a time, in both engines each; `kv_cache`: its size if
+    `logits`: bytes of image features and of logits that exist at a time, in both engines each; `adapters`: that train;
+    `kv_cache`: its size if
     it is given. `trains`, `samples`: whether the GPU has a trainer, one of `ranks` that share the layers, and one of
     `context_parallel` that compute a micro-batch together; and a sampler, one of `sample_ranks` with a part of every
     layer; at least one of them. `shared`: they read one copy of the weights. `kv_cache`, here and in the plan, is the
@@ -244,11 +283,11 @@ def plan_gpu(
     """
     # Weights, gradient and two moments in float32, and A, B and their gradients stacked for a micro-batch.
     adapter = sizes.adapter_parameters(min(max_rank, COUNTED_RANK))
-    adapters = _COUNTED_ADAPTERS * adapter * 4 * 4 + adapter * (2 * sizes.itemsize + 4 * 2)
+    trained_adapters = adapters * adapter * 4 * 4 + adapter * (2 * sizes.itemsize + 4 * 2)
     weights = sizes.trainer_bytes(ranks)
-    trainer = weights + adapters + 2 * logits + image_cache if trains else 0
+    trainer = weights + trained_adapters + 2 * logits + image_cache if trains else 0
     slots = adapter_slots * sizes.adapter_parameters(max_rank) * sizes.itemsize
-    sampled = 0 if shared else -(-sizes.weight_bytes // sample_ranks)  # vectors, which each has, are small
+    sampled = sizes.unshared_bytes if shared else -(-sizes.weight_bytes // sample_ranks)
     sampler = sampled + slots + logits + image_cache if samples else 0
 
     longest = min(-(-context // context_parallel), micro_batch_tokens)

@@ -18,6 +18,7 @@ from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.heap import memory_of_gpus
 from tinker_local.backend.kernel_caches import use_writable_caches
 from tinker_local.backend.models.adapter_check import TARGETS
+from tinker_local.backend.models.gpu_plan import USUAL
 from tinker_local.backend.models.model_folder import check_source
 from tinker_local.backend.models.place_engines import place_engines
 from tinker_local.backend.models.placement import environment_of, layouts, replica_gpus
@@ -45,7 +46,7 @@ from tinker_local.backend.scheduling.memory_sharing import MemorySharing, Waking
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 from tinker_local.backend.stages import Stage, in_words, stage, taken
 from tinker_local.backend.training.process_trainer import ProcessTrainer, TrainerFactory
-from tinker_local.backend.training.trainer_config import TrainerConfig
+from tinker_local.backend.training.trainer_config import TRAINERS_IMAGES, TrainerConfig
 from tinker_local.backend.weight_files import read_ahead
 from tinker_local.backend.weights.memory_holder import MemoryHolder
 
@@ -479,6 +480,8 @@ def _load_real(
     layout, engines = placed.layout, placed.engines
     if gpus > 1:
         progress(f"{source.name} {placed}")
+    if placed.reserves != USUAL:
+        progress(f"{source.name}: memory is short here, so that there are fewer: {placed.reserves}")
     options = replace(options, train_gpus=layout.train_gpus, sample_gpus=layout.sample_gpus, sample_tp=layout.sample_tp)
     config_of_trainer = TrainerConfig(
         source.path,
@@ -488,6 +491,8 @@ def _load_real(
         micro_batch_tokens=options.micro_batch_tokens or placed.micro_batch_tokens,
         max_rank=options.max_rank,
         activation_memory_bytes=placed.activation_bytes,
+        logit_chunk_elements=placed.reserves.logits if gpus else None,
+        image_cache_bytes=min(TRAINERS_IMAGES, placed.reserves.image_cache),
         module_gradient_norms=options.module_gradient_norms,
         decoder=options.decoder,
         shards=layout.shards,

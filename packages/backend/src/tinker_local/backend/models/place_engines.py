@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 from tinker_local.backend.heap import free_on_gpu, give_memory_back, memory_available
 from tinker_local.backend.models.gpu_plan import (
     COUNTED_RANK,
+    SMALLER,
+    USUAL,
     GpuPlan,
     ModelSizes,
+    Reserves,
     model_sizes,
     plan_gpu,
     step_sizes,
 )
 from tinker_local.backend.models.placement import FIRST_GPU, ONE_GPU, Layout, layouts, replica_gpus
 from tinker_local.backend.options import CPU_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS, BackendOptions
-from tinker_local.backend.training.run.block_memory import CUDA_LOGITS
 
 if TYPE_CHECKING:
     from tinker_local.backend.training.model.decoder import Decoder
@@ -39,12 +41,13 @@ class PlacedEngines:
     """`engines`: of each replica, with steps and a KV cache that fit its GPUs. All take the steps of the smallest.
     `activation_bytes`: the limit for activations of each trainer rank, that of the one with the least memory; None on
     a CPU, or if the KV cache has a given size. `micro_batch_tokens`: of each trainer rank, if the options leave them
-    open. `refusal`: why one GPU has both although there are more."""
+    open. `reserves`: that both engines were planned with. `refusal`: why one GPU has both although there are more."""
 
     layout: Layout
     engines: "Sequence[EngineOptions]"
     activation_bytes: int | None = None
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    reserves: Reserves = USUAL
     refusal: str = ""
 
     def __str__(self) -> str:
@@ -69,6 +72,14 @@ def place_engines(config: Any, engine: "EngineOptions", options: BackendOptions,
         engines = [on_cpu] * len(_replicas(possible[0]))
         return PlacedEngines(possible[0], engines, micro_batch_tokens=CPU_MICRO_BATCH_TOKENS)
     decoder, sizes = _sizes(config, engine, options)
+    if possible == [ONE_GPU]:
+        for reserves in (USUAL, *SMALLER):
+            try:
+                found = sized(engine, ONE_GPU, gpu_plans(config, engine, options, decoder, sizes, reserves), reserves)
+            except ValueError:
+                continue
+            _check_cache(engine.kv_cache_bytes, ONE_GPU, sizes)
+            return found
     plan = gpu_plans(config, engine, options, decoder, sizes)
     refusals: dict[Layout, ValueError] = {}
     for layout in possible:
@@ -113,8 +124,10 @@ def _check_cache(kv_cache: int | None, layout: Layout, sizes: ModelSizes) -> Non
         )
 
 
-def sized(engine: "EngineOptions", layout: Layout, plan: Callable[[int, Layout], GpuPlan]) -> PlacedEngines:
-    """The engines of `layout`; ValueError in one line if they do not fit its GPUs."""
+def sized(
+    engine: "EngineOptions", layout: Layout, plan: Callable[[int, Layout], GpuPlan], reserves: Reserves = USUAL
+) -> PlacedEngines:
+    """The engines of `layout` by `plan`, which has `reserves`; ValueError in one line if they do not fit its GPUs."""
     plans = {gpu: plan(gpu, layout) for gpu in sorted({*layout.trains_on, *layout.samples_on})}
     for gpu, each in plans.items():
         log.info(
@@ -134,12 +147,14 @@ def sized(engine: "EngineOptions", layout: Layout, plan: Callable[[int, Layout],
             kv_cache_bytes=min(plans[gpu].kv_cache for gpu in of_replica),
             max_sequences=sequences,
             max_batched_tokens=positions,
+            adapters_per_step=reserves.adapter_slots,
+            image_cache_bytes=reserves.image_cache,
         )
         for of_replica in _replicas(layout)
     ]
     trained = [plans[gpu] for gpu in layout.trains_on]
     activations = min(plan.activations for plan in trained) if engine.kv_cache_bytes is None else None
-    return PlacedEngines(layout, engines, activations, min(plan.micro_batch_tokens for plan in trained))
+    return PlacedEngines(layout, engines, activations, min(plan.micro_batch_tokens for plan in trained), reserves)
 
 
 def _replicas(layout: Layout) -> Sequence[Sequence[int]]:
@@ -165,17 +180,22 @@ def _sizes(config: Any, engine: "EngineOptions", options: BackendOptions) -> "tu
 
 
 def gpu_plans(
-    config: Any, engine: "EngineOptions", options: BackendOptions, decoder: "Decoder", sizes: ModelSizes
+    config: Any,
+    engine: "EngineOptions",
+    options: BackendOptions,
+    decoder: "Decoder",
+    sizes: ModelSizes,
+    reserves: Reserves = USUAL,
 ) -> Callable[[int, Layout], GpuPlan]:
-    """A function that plans the memory of a GPU in a layout, by what is free there, for a model of `config`. It raises
-    ValueError, with the number of the GPU if there are several."""
+    """A function that plans the memory of a GPU in a layout with `reserves`, by what is free there, for a model of
+    `config`. It raises ValueError, with the number of the GPU if there are several."""
     import torch
 
     longest = config.get_text_config().max_position_embeddings
 
     memory_of = functools.cache(free_on_gpu)
     memory = functools.partial(decoder.memory, columns=min(options.max_rank, COUNTED_RANK))
-    tokens = options.micro_batch_tokens or MICRO_BATCH_TOKENS
+    tokens = options.micro_batch_tokens or reserves.micro_batch_tokens
 
     def plan(gpu: int, layout: Layout) -> GpuPlan:
         free, total = memory_of(gpu)
@@ -187,10 +207,11 @@ def gpu_plans(
                 context=min(options.max_context_length or longest, longest),
                 micro_batch_tokens=tokens,
                 max_rank=options.max_rank,
-                adapter_slots=engine.adapters_per_step,
+                adapter_slots=reserves.adapter_slots,
                 steps=step_sizes(total, torch.cuda.get_device_name(gpu)),
-                image_cache=engine.image_cache_bytes if hasattr(config, "vision_config") else 0,
-                logits=CUDA_LOGITS * sizes.itemsize,
+                image_cache=reserves.image_cache if hasattr(config, "vision_config") else 0,
+                logits=reserves.logits * sizes.itemsize,
+                adapters=reserves.adapters,
                 kv_cache=engine.kv_cache_bytes,
                 ranks=layout.shards,
                 sample_ranks=layout.sample_tp,

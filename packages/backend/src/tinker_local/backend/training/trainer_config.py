@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from tinker_local.backend.options import DecoderChoice
 
+TRAINERS_IMAGES = 2**28
+"""Bytes of image features that a trainer keeps unless told otherwise."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainerConfig:
@@ -33,7 +36,7 @@ class TrainerConfig:
     max_rank: int = 128
     activation_memory_bytes: int | None = None
     logit_chunk_elements: int | None = None
-    image_cache_bytes: int = 2**28
+    image_cache_bytes: int = TRAINERS_IMAGES
     module_gradient_norms: bool = False
     decoder: DecoderChoice = "auto"
     weights: str = "dense"

@@ -189,8 +189,9 @@ class _Emptied(TorchDispatchMode):
                 own[name] = parameter
             else:
                 views[id(parameter)] = found
-        if own and self.device.type == "cuda":  # a GPU's memory is planned for one copy
-            raise ValueError(f"vLLM has {len(own)} matrices in another form, such as {next(iter(own))}")
+        other = [name for name, parameter in own.items() if not self._has_more(parameter)]
+        if other and self.device.type == "cuda":  # its memory is planned for one copy
+            raise ValueError(f"vLLM has {len(other)} matrices in another form, such as {other[0]}")
         for parameter in own.values():
             _become(parameter, torch.zeros_like(parameter, device=self.device))
         if own:
@@ -200,6 +201,10 @@ class _Emptied(TorchDispatchMode):
             if id(parameter) in views:
                 _become(parameter, views[id(parameter)])
         self._copies, self._lent, self._storages = {}, {}, []
+
+    def _has_more(self, parameter: torch.Tensor) -> bool:
+        """Whether loading writes a part of `parameter` alone: the others are rows that vLLM adds to a vocabulary."""
+        return sum(copy.count for copy in self._copies[parameter.untyped_storage()._cdata]) < parameter.numel()
 
     def _view(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """What `parameter` is of the trainer's memory, or None."""

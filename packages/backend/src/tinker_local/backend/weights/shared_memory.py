@@ -109,8 +109,7 @@ def _driver(device: torch.device) -> Any:
         from cuda.bindings import driver  # type: ignore[import-untyped]
     except ImportError as error:
         raise CannotShareError(f"the package cuda-bindings is missing ({error})") from None
-    torch.cuda.set_device(device)
-    torch.cuda.synchronize(device)
+    torch.zeros(1, device=device)  # makes torch's context, that of `device`, the one of this thread
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
     found = _called(driver.cuCtxGetDevice())
     if not _called(driver.cuDeviceGetAttribute(attribute, found)):  # so it is in WSL2
