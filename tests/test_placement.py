@@ -11,7 +11,7 @@ import pytest
 from tinker_local.backend import InProcessBackend
 from tinker_local.backend.models import load_engines
 from tinker_local.backend.models import place_engines as place_engines_module
-from tinker_local.backend.models.gpu_plan import model_sizes
+from tinker_local.backend.models.gpu_plan import SMALLER, USUAL, model_sizes
 from tinker_local.backend.models.load_engines import Replicas, load_fake, load_real
 from tinker_local.backend.models.place_engines import CPU_SEQUENCES, PlacedEngines, place_engines
 from tinker_local.backend.models.placement import ONE_GPU, Layout, check_gpus, layouts
@@ -175,7 +175,9 @@ def place(tiny_models: dict[str, Path], free: dict[int, float]) -> Place:
     """Places a model on the GPUs of `free`: a tiny one, or one with `layers` of the shape of Qwen3-32B."""
     from transformers import AutoConfig
 
-    def placed(layers: int = 0, kv_cache: int | None = None, gpus: int | None = None, **options: Any) -> PlacedEngines:
+    def placed(
+        layers: int = 0, kv_cache: int | None = None, gpus: int | None = None, *, shared: bool = False, **options: Any
+    ) -> PlacedEngines:
         config = AutoConfig.from_pretrained(str(tiny_models["tiny/text"]))
         config.max_position_embeddings = 2**20
         if layers:
@@ -194,6 +196,7 @@ def place(tiny_models: dict[str, Path], free: dict[int, float]) -> Place:
                 }
             )
         engine = EngineOptions("m", dtype="bfloat16", max_rank=8, sleeps=True, kv_cache_bytes=kv_cache)
+        engine = dataclasses.replace(engine, shared_weights="holder" if shared else None)
         chosen = BackendOptions(**{"gpu_memory_utilization": 1.0, "max_rank": 8, **options})
         return place_engines(config, engine, chosen, len(free) if gpus is None else gpus)
 
@@ -282,6 +285,28 @@ def test_where_not_all_gpus_have_room_one_has_both_engines_and_the_line_says_why
     free[0] = 1
     with pytest.raises(ValueError, match=r"^GPU 0: 1.0 GiB"):
         place()
+
+
+def test_where_memory_is_short_less_is_set_aside(place: Place, free: dict[int, float]) -> None:
+    """17.4 GiB of weights, once: both engines read them. With copies, as much memory is short for more."""
+
+    def placed(gib: float, **options: Any) -> PlacedEngines:
+        free[0] = gib
+        return place(16, gpus=1, **{"shared": True, **options})
+
+    assert placed(40).reserves == USUAL
+    less = placed(25.6)
+    assert less.reserves == SMALLER[-1]
+    (engine,) = less.engines
+    assert (engine.adapters_per_step, engine.image_cache_bytes, less.micro_batch_tokens) == (1, 2**27, 4096)
+    assert str(less.reserves) == (
+        "1 sampled adapters in a step, 128 MiB of image features, micro-batches of 4,096 positions"
+    )
+    assert placed(25.6, micro_batch_tokens=2000).micro_batch_tokens == 2000
+    with pytest.raises(ValueError, match=r"^38.0 GiB of GPU memory are free, but two copies of the weights"):
+        placed(38, shared=False)
+    with pytest.raises(ValueError, match=r"^22.0 GiB of GPU memory are free, but the weights \(17.4 GiB\), adapters"):
+        placed(22)
 
 
 def test_a_cache_of_given_size_is_never_refused_and_shares_what_does_not_fit(

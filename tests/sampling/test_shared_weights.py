@@ -39,12 +39,11 @@ from tinker_local.backend.weights.shared_memory import CannotShareError, write_s
 from tinker_local.types import SamplingParams
 
 CPU = torch.device("cpu")
-OWN: Mapping[str, tuple[str, ...]] = defaultdict(
-    tuple, gpt_oss=("routed_experts.w13_weight", "routed_experts.w2_weight")
-)
+_EXPERTS = ("routed_experts.w13_weight", "routed_experts.w2_weight")
+OWN: Mapping[str, tuple[str, ...]] = defaultdict(tuple, gpt_oss=_EXPERTS, qwen3_vl_moe=_EXPERTS)
 """How names of matrices end that stay vLLM's: experts that it transposes."""
 
-SEEING = ("qwen3_vl", "gemma3")
+SEEING = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "gemma3")
 
 
 def write_model(family: Any, folder: Path) -> str:
@@ -104,7 +103,10 @@ def matrices(sampler: VLLMSampler) -> dict[str, torch.Tensor]:
     [
         *(
             (family, "auto", False)
-            for family in ("qwen3", "qwen3_vl", "qwen3_moe", "gpt_oss", "qwen3_5_text", "gemma3")
+            for family in (
+                *("qwen3", "qwen3_vl", "qwen3_moe", "qwen3_vl_moe", "qwen3_5_text", "qwen2_5_vl"),
+                *("gpt_oss", "gemma2", "gemma3", "llama"),
+            )
         ),
         ("qwen3", "autograd", False),
         *((family, "auto", True) for family in ("qwen3", "gpt_oss")),
@@ -316,6 +318,18 @@ async def test_a_matrix_that_transformers_has_changed_comes_from_the_file(
     loaded: Any = trainer._loaded.model
     assert not torch.equal(lent.tensors[name], loaded.get_parameter(name))
     assert torch.equal(lent.tensors[name], dict(stored_tensors(model, {}))[name])
+
+
+def test_a_model_is_shared_in_another_dtype_than_that_of_its_files(holder: MemoryHolder, tmp_path: Path) -> None:
+    model = write_model("qwen3", tmp_path / "model")
+    config = TrainerConfig(model, name="tiny", dtype="bfloat16", device="cpu", shared_weights=holder.path)
+    HFTrainer(config).close()
+    deposit = get(holder.path, wait=True)
+    assert deposit is not None
+    for file in deposit.files:
+        os.close(file)
+    assert len(deposit.said["files"]) == 6 * 7 + 1
+    assert {place["dtype"] for place in deposit.said["files"].values()} == {"bfloat16"}
 
 
 def test_a_trainer_that_comes_back_finds_its_matrices(holder: MemoryHolder, tmp_path: Path) -> None:

@@ -291,8 +291,8 @@ class BackendOptions:
     shared_weights: Annotated[
         SharedWeights,
         CommandOption(
-            "Whether trainer and sampler read one copy of the weights: auto, where both are on the same GPU or on a "
-            "CPU, as far as vLLM keeps matrices as they are; off, each has a copy.",
+            "Whether trainer and sampler read one copy of the weights: auto, of all matrices that vLLM keeps as they "
+            "are, where both are on the same GPU or on a CPU; off, each has a copy.",
         ),
     ] = "auto"
     strict_losses: Annotated[

@@ -72,6 +72,7 @@ def place_engines(config: Any, engine: "EngineOptions", options: BackendOptions,
         engines = [on_cpu] * len(_replicas(possible[0]))
         return PlacedEngines(possible[0], engines, micro_batch_tokens=CPU_MICRO_BATCH_TOKENS)
     decoder, sizes = _sizes(config, engine, options)
+    reserves = USUAL
     if possible == [ONE_GPU]:
         for reserves in (USUAL, *SMALLER):
             try:
@@ -80,7 +81,7 @@ def place_engines(config: Any, engine: "EngineOptions", options: BackendOptions,
                 continue
             _check_cache(engine.kv_cache_bytes, ONE_GPU, sizes)
             return found
-    plan = gpu_plans(config, engine, options, decoder, sizes)
+    plan = gpu_plans(config, engine, options, decoder, sizes, reserves)
     refusals: dict[Layout, ValueError] = {}
     for layout in possible:
         try:

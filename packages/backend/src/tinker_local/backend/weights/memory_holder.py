@@ -48,7 +48,8 @@ class MemoryHolder:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self.path)
         self._listener.listen()
-        threading.Thread(target=self._accept, daemon=True, name="weights").start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True, name="weights")
+        self._accepting.start()
 
     def close(self) -> None:
         """Forget the memory, which ends with the last engine that maps it. Called twice, it does nothing more."""
@@ -62,6 +63,7 @@ class MemoryHolder:
             self._changed.notify_all()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wake:
             wake.connect(self.path)
+        self._accepting.join()
         self._listener.close()
         self._folder.cleanup()
 
