@@ -410,10 +410,11 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
             if holder.refusal is None or not isinstance(error, Exception):
                 raise
         else:
-            shared, whole = holder.read or (0, 0)
-            progress(
-                f"{source.name}: trainer and sampler share {shared / 2**20:.0f} of {whole / 2**20:.0f} MiB of weights"
-            )
+            if engines.holder is None:
+                holder.close()
+            else:
+                shared, whole = (number / 2**20 for number in holder.read or (0, 0))
+                progress(f"{source.name}: trainer and sampler share {shared:.0f} of {whole:.0f} MiB of weights")
             return engines
         progress(f"{source.name}: trainer and sampler have a copy of the weights each: {holder.refusal}")
         return _load_real(source, options, progress, None)
@@ -478,6 +479,8 @@ def _load_real(
     gpus = 0 if compat_vllm.runs_on_cpu() else torch.cuda.device_count()
     placed = place_engines(config, engine, options, gpus)
     layout, engines = placed.layout, placed.engines
+    if layout.train_gpus or layout.sample_gpus:  # ranks and replicas have copies
+        holder, engines = None, [replace(each, shared_weights=None) for each in engines]
     if gpus > 1:
         progress(f"{source.name} {placed}")
     if placed.reserves != USUAL:

@@ -204,7 +204,8 @@ class _Emptied(TorchDispatchMode):
 
     def _has_more(self, parameter: torch.Tensor) -> bool:
         """Whether loading writes a part of `parameter` alone: the others are rows that vLLM adds to a vocabulary."""
-        return sum(copy.count for copy in self._copies[parameter.untyped_storage()._cdata]) < parameter.numel()
+        written = sum(copy.count for copy in self._copies[parameter.untyped_storage()._cdata])
+        return bool(written < parameter.numel())
 
     def _view(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """What `parameter` is of the trainer's memory, or None."""

@@ -40,4 +40,5 @@ def _same(tensor: torch.Tensor, stored: torch.Tensor) -> bool:
     """Whether `tensor` is the matrix `stored`, rounded to its dtype as vLLM would."""
     if tensor.dim() < 2 or tensor.shape != stored.shape or not tensor.is_floating_point():
         return False
-    return torch.equal(tensor, stored.to(tensor.device).to(tensor.dtype))
+    same: bool = torch.equal(tensor, stored.to(tensor.device).to(tensor.dtype))
+    return same
