@@ -4,6 +4,7 @@ import contextlib
 import mmap
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections import defaultdict
@@ -33,7 +34,7 @@ from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 from tinker_local.backend.vllm_engine.shared_weights import _Emptied
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.backend.weights.checksum import checksum
-from tinker_local.backend.weights.lent_weights import LentWeights, SharedMatrices, stored_tensors
+from tinker_local.backend.weights.lent_weights import LentWeights, Place, SharedMatrices, stored_tensors
 from tinker_local.backend.weights.memory_holder import Deposit, MemoryHolder, get, put
 from tinker_local.backend.weights.shared_memory import CannotShareError, write_shared
 from tinker_local.types import SamplingParams
@@ -71,10 +72,19 @@ def sampler_of(model: str, holder: MemoryHolder | None) -> VLLMSampler:
     return VLLMSampler(engine, EngineThread())
 
 
-def lent_to(sampler: VLLMSampler) -> LentWeights:
+def deposit_in(holder: MemoryHolder) -> Any:
+    """What the trainer said of its memory."""
+    deposit = get(holder.path, wait=False)
+    assert deposit is not None
+    for file in deposit.files:
+        os.close(file)
+    return deposit.said
+
+
+def lent_to(sampler: VLLMSampler) -> SharedMatrices:
     engine: Any = sampler._engine._engine
-    lent: LentWeights = engine.lent
-    return lent
+    matrices: SharedMatrices = engine.lent.matrices
+    return matrices
 
 
 async def logprobs(sampler: VLLMSampler) -> Any:
@@ -136,7 +146,7 @@ async def test_vllm_reads_the_trainers_matrices(
         found = matrices(sampler)
         assert found.keys() == numbers.keys()
         assert [name for name, each in found.items() if not torch.equal(each, numbers[name])] == []
-        memory = {piece.untyped_storage().data_ptr() for piece in lent_to(sampler).matrices.pieces}
+        memory = {piece.untyped_storage().data_ptr() for piece in lent_to(sampler).pieces}
         own = {name for name, each in found.items() if each.untyped_storage().data_ptr() not in memory}
         assert holder.read is not None
         shared, whole = holder.read
@@ -324,15 +334,14 @@ def test_a_model_is_shared_in_another_dtype_than_that_of_its_files(holder: Memor
     model = write_model("qwen3", tmp_path / "model")
     config = TrainerConfig(model, name="tiny", dtype="bfloat16", device="cpu", shared_weights=holder.path)
     HFTrainer(config).close()
-    deposit = get(holder.path, wait=True)
-    assert deposit is not None
-    for file in deposit.files:
-        os.close(file)
-    assert len(deposit.said["files"]) == 6 * 7 + 1
-    assert {place["dtype"] for place in deposit.said["files"].values()} == {"bfloat16"}
+    files = deposit_in(holder)["files"]
+    assert len(files) == 6 * 7 + 1
+    assert {place["dtype"] for place in files.values()} == {"bfloat16"}
 
 
-def test_a_trainer_that_comes_back_finds_its_matrices(holder: MemoryHolder, tmp_path: Path) -> None:
+def test_a_trainer_that_comes_back_finds_its_matrices(
+    holder: MemoryHolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = write_model("qwen3", tmp_path / "model")
     first = trainer_of(model, holder)
     inputs = RenderedInput(np.arange(5, 60, dtype=np.int32))
@@ -341,8 +350,55 @@ def test_a_trainer_that_comes_back_finds_its_matrices(holder: MemoryHolder, tmp_
     again = trainer_of(model, holder)
     np.testing.assert_array_equal(again.logprobs(None, inputs), expected)
     other = write_model("qwen3_moe", tmp_path / "other")
+    read = deposit_in(holder)["read"]
+    monkeypatch.setattr("tinker_local.backend.weights.share_matrices._read_from", lambda source: read)
     with pytest.raises(RuntimeError, match=r"the shared weights are not those of this model: \S+ differs"):
         trainer_of(other, holder)
+
+
+def test_a_trainer_that_comes_back_to_other_files_does_not_start(holder: MemoryHolder, tmp_path: Path) -> None:
+    model = write_model("qwen3", tmp_path / "model")
+    trainer_of(model, holder).close()
+    os.utime(tmp_path / "model" / "model.safetensors")
+    with pytest.raises(RuntimeError, match="are not those that the sampler's weights were read from"):
+        trainer_of(model, holder)
+
+
+def test_matrices_of_two_dtypes_are_views_each_of_its_own_place(tmp_path: Path) -> None:
+    """And one at an odd place has a checksum."""
+    memory = torch.arange(64, dtype=torch.uint8)
+    one = Place(0, 0, "float32", [2, 4], [4, 1]).tensor([memory])
+    two = Place(0, 36, "bfloat16", [2, 4], [4, 1]).tensor([memory])
+    assert torch.equal(one, memory[:32].view(torch.float32).view(2, 4))
+    assert torch.equal(two.view(torch.int16), memory[36:52].view(torch.int16).view(2, 4))
+    assert checksum(two) == checksum(two.clone())
+
+
+def test_a_long_folder_for_temporary_files_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of a socket has 107 bytes at most."""
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    holder = MemoryHolder()
+    assert get(holder.path, wait=False) is None
+    holder.close()
+    assert not [*folder.iterdir()]
+
+
+def test_a_holder_goes_on_where_files_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    holder, accept, failures = MemoryHolder(), socket.socket.accept, [OSError(24, "Too many open files")]
+
+    def fails(self: socket.socket) -> Any:
+        if failures:
+            raise failures.pop()
+        return accept(self)
+
+    get(holder.path, wait=False)
+    monkeypatch.setattr(socket.socket, "accept", fails)
+    get(holder.path, wait=False)
+    assert get(holder.path, wait=False) is None
+    assert not failures
+    holder.close()
 
 
 def open_files() -> int:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from tinker_local.backend.adapters.adapter_files import WEIGHTS, adapter_bytes, write_adapter
 from tinker_local.backend.adapters.adapter_tensors import as_torch, bfloat16_bits
+from tinker_local.backend.models.adapter_check import explained_by_rounding
+from tinker_local.backend.rendering.rendered_input import RenderedInput
 
 
 @pytest.fixture
@@ -24,6 +26,14 @@ def test_bfloat16_is_the_weights_rounded_to_the_nearest_in_half_the_bytes(captur
         assert array.shape == exact[name].shape
         assert torch.equal(as_torch(array), torch.from_numpy(exact[name]).to(torch.bfloat16)), name
     assert adapter_bytes(captured["bfloat16"]) * 2 == adapter_bytes(captured["float32"])
+
+
+def test_rounding_is_measured_on_the_numbers_and_not_on_their_bits(trainer: Any, captured: Any) -> None:
+    """Of a version for a sampler in 16 bits, whose save differs by more than is usual."""
+    probes = [RenderedInput(np.arange(5, 25, dtype=np.int32))]
+    exact, short = (explained_by_rounding(captured[each], trainer("qwen3"), probes) for each in ("float32", "bfloat16"))
+    assert 0 < exact < 4 * short
+    assert 0 < short < 4 * exact
 
 
 def test_a_folder_of_bfloat16_is_read_by_safetensors_as_it_was(captured: Any, tmp_path: Path) -> None:

@@ -292,7 +292,7 @@ class BackendOptions:
         SharedWeights,
         CommandOption(
             "Whether trainer and sampler read one copy of the weights: auto, of all matrices that vLLM keeps as they "
-            "are, where both are on the same GPU or on a CPU; off, each has a copy.",
+            "are, where the server sees one GPU or none; off, each has a copy.",
         ),
     ] = "auto"
     strict_losses: Annotated[

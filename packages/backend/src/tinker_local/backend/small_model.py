@@ -125,7 +125,7 @@ def _convert(gguf: Path, out: Path) -> None:
     )
     rules.decoder = decoders.ByteLevel()
     rules.model.unk_token, rules.model.fuse_unk, rules.model.byte_fallback = None, False, False
-    # 5.17 takes the token that begins a message for the one that ends it.
+    # transformers 5.17 takes the token that begins a message for the one that ends it.
     tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = BEGIN, END, END
     tokenizer.save_pretrained(out)
     # Otherwise `save_pretrained` refuses: what is loaded counts as quantized.

@@ -45,6 +45,14 @@ def as_torch(array: npt.NDArray[Any]) -> "torch.Tensor":
     return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
 
 
+def in_float32(tensors: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.float32]]:
+    """The same numbers, by name; uint16 are those of bfloat16."""
+    return {
+        name: (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array.astype(np.float32)
+        for name, array in tensors.items()
+    }
+
+
 def as_numpy(tensor: "torch.Tensor") -> npt.NDArray[Any]:
     """The reverse of `as_torch`, for a tensor in host memory."""
     import torch

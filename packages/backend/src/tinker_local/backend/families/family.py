@@ -173,6 +173,12 @@ class Family:
     unused_tokens: tuple[str, ...] = ()
 
     @property
+    def one_copy(self) -> bool:
+        """Whether vLLM keeps all matrices as transformers has them, so that it can read a trainer's on a GPU. It turns
+        experts round that are transposed."""
+        return self.lora.experts is None or not self.lora.experts.transposed
+
+    @property
     def head_adapters_in_vllm(self) -> bool:
         """Whether some vLLM, as it is, takes adapters of the LM head."""
         return self.vllm_head is None or bool(self.vllm_head.declared_by)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.adapters.adapter import AdapterDType, AdapterState
+from tinker_local.backend.adapters.adapter_tensors import in_float32
 from tinker_local.backend.models.agreement import MEAN, moved_by_rounding, nudged_draws, trainer_draws, with_random_b
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.trainer import Trainer
@@ -62,14 +63,14 @@ def explained_by_rounding(state: AdapterState, trainer: Trainer, probes: Sequenc
 
     Training makes some tokens very unlikely. Of a logprob of -17, 8 bits leave tenths.
     """
-    whole = {name: np.asarray(matrix, np.float32) for name, matrix in state.tensors.items()}
-    trainer.load_adapter(_ID, replace(state, tensors=whole))
+    trainer.load_adapter(_ID, replace(state, tensors=in_float32(state.tensors)))
     try:
         draws = trainer_draws(trainer, _ID, probes)
     finally:
         trainer.remove_adapter(_ID)
     effect = float(np.abs(draws[0] - trainer.logprobs(None, *probes)).mean())
-    return min(MEAN * moved_by_rounding(probes, draws).mean, effect / 2)
+    explained = min(MEAN * moved_by_rounding(probes, draws).mean, effect / 2)
+    return explained if np.isfinite([explained, effect]).all() else 0.0
 
 
 def largest_difference(tolerance: float, effect: float) -> float:

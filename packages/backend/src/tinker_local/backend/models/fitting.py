@@ -113,12 +113,14 @@ class Fitting:
         options: BackendOptions,
         *,
         vision: bool,
+        one_copy: bool = True,
     ) -> None:
         """`text`: fields of its text config. `memory`: of the decoder's activations, by positions and columns of
         adapters."""
         self._options = options
         self._longest = int(text["max_position_embeddings"])
         self._vision = vision
+        self._shared = one_copy and options.shared_weights == "auto"
         self._memory = memory
         self._parameters = parameters
         self._sizes = model_sizes(text, parameters, ITEMSIZE)
@@ -144,11 +146,12 @@ class Fitting:
         not served."""
         from tinker_local.backend.training.model.load_model import decoder_of_sizes, supported_family
 
-        supported_family(config, config.name_or_path)
+        family = supported_family(config, config.name_or_path)
         options = BackendOptions()
         decoder, parameters = decoder_of_sizes(config, "bfloat16", options.decoder)
         text = config.get_text_config().to_dict()
-        return cls(text, parameters, decoder.memory, options, vision=hasattr(config, "vision_config"))
+        vision = hasattr(config, "vision_config")
+        return cls(text, parameters, decoder.memory, options, vision=vision, one_copy=family.one_copy)
 
     def on(self, gib: float, name: str = "") -> Fit:
         """On a free GPU of `gib` GiB."""
@@ -183,7 +186,7 @@ class Fitting:
                     image_cache=reserves.image_cache if self._vision else 0,
                     logits=reserves.logits * ITEMSIZE,
                     adapters=reserves.adapters,
-                    shared=options.shared_weights == "auto",
+                    shared=self._shared,
                 )
             except ValueError as error:
                 refusal = error

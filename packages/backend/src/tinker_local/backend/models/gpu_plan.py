@@ -269,14 +269,13 @@ def plan_gpu(
     shared: bool = False,
 ) -> GpuPlan:
     """Divide `free` bytes of a GPU, with the first of `steps` that fits; for a model with linear attention, with that
-    which then has the most sequences. `activations`: what the trainer's decoder takes for a micro-batch of so many
-    positions. `context`: the longest sequence, in positions; `adapter_slots` of `max_rank`: vLLM's; `image_cache`,
-    `logits`: bytes of image features and of logits that exist at a time, in both engines each; `adapters`: that train;
-    `kv_cache`: its size if
-    it is given. `trains`, `samples`: whether the GPU has a trainer, one of `ranks` that share the layers, and one of
-    `context_parallel` that compute a micro-batch together; and a sampler, one of `sample_ranks` with a part of every
-    layer; at least one of them. `shared`: they read one copy of the weights. `kv_cache`, here and in the plan, is the
-    part on this GPU.
+    which then has the most sequences. `activations`: what the trainer's decoder takes for a micro-batch of so
+    many positions. `context`: the longest sequence, in positions; `adapter_slots` of `max_rank`: vLLM's;
+    `image_cache`, `logits`: bytes of image features and of logits that exist at a time, in both engines each;
+    `adapters`: that train; `kv_cache`: its size if it is given. `trains`, `samples`: whether the GPU has a
+    trainer, one of `ranks` that share the layers, and one of `context_parallel` that compute a micro-batch
+    together; and a sampler, one of `sample_ranks` with a part of every layer; at least one of them. `shared`:
+    they read one copy of the weights. `kv_cache`, here and in the plan, is the part on this GPU.
 
     Raises ValueError with the numbers if the KV cache, of one sequence at least, and one sequence in the trainer do not
     fit with the last of `steps`.

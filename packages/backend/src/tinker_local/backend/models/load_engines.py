@@ -247,7 +247,11 @@ def load_both(
             if lends:
                 trainer = load_trainer()
                 of_trainer = _stages(trainer)
-                sampler = load_sampler()
+                try:
+                    sampler = load_sampler()
+                except BaseException:
+                    trainer.close()
+                    raise
                 return sampler, _stages(sampler), trainer, of_trainer
             sampler = load_sampler()
             of_sampler = _stages(sampler)
@@ -402,7 +406,11 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
     with started_early(_imports(options)):
         if not _shares(options):
             return _load_real(source, options, progress, None)
-        holder = MemoryHolder()
+        try:
+            holder = MemoryHolder()
+        except OSError as error:
+            progress(f"{source.name}: trainer and sampler have a copy of the weights each: {error}")
+            return _load_real(source, options, progress, None)
         try:
             engines = _load_real(source, options, progress, holder)
         except BaseException as error:
@@ -464,6 +472,9 @@ def _load_real(
     text_config = config.get_text_config()
     family = supported_family(config, source.path)
     check_weights(source.path, config, family)
+    gpus = 0 if compat_vllm.runs_on_cpu() else torch.cuda.device_count()
+    if gpus and not family.one_copy:
+        holder = None
     longest = int(text_config.max_position_embeddings)
     options = replace(options, max_context_length=options.max_context_length or longrope_context(text_config))
     engine = build_engine.EngineOptions(
@@ -476,7 +487,6 @@ def _load_real(
         train_vision=options.train_vision and family.vision is not None and not family.vision.frozen,
         shared_weights=None if holder is None else holder.path,
     )
-    gpus = 0 if compat_vllm.runs_on_cpu() else torch.cuda.device_count()
     placed = place_engines(config, engine, options, gpus)
     layout, engines = placed.layout, placed.engines
     if layout.train_gpus or layout.sample_gpus:  # ranks and replicas have copies

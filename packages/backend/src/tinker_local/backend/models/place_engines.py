@@ -72,20 +72,20 @@ def place_engines(config: Any, engine: "EngineOptions", options: BackendOptions,
         engines = [on_cpu] * len(_replicas(possible[0]))
         return PlacedEngines(possible[0], engines, micro_batch_tokens=CPU_MICRO_BATCH_TOKENS)
     decoder, sizes = _sizes(config, engine, options)
-    reserves = USUAL
     if possible == [ONE_GPU]:
-        for reserves in (USUAL, *SMALLER):
+        for usual in (USUAL, *SMALLER[:-1]):
             try:
-                found = sized(engine, ONE_GPU, gpu_plans(config, engine, options, decoder, sizes, reserves), reserves)
+                found = sized(engine, ONE_GPU, gpu_plans(config, engine, options, decoder, sizes, usual), usual)
             except ValueError:
                 continue
             _check_cache(engine.kv_cache_bytes, ONE_GPU, sizes)
             return found
+    reserves = SMALLER[-1] if possible == [ONE_GPU] else USUAL
     plan = gpu_plans(config, engine, options, decoder, sizes, reserves)
     refusals: dict[Layout, ValueError] = {}
     for layout in possible:
         try:
-            found = sized(engine, layout, plan)
+            found = sized(engine, layout, plan, reserves)
         except ValueError as error:
             refusals[layout] = error
         else:
@@ -97,7 +97,14 @@ def place_engines(config: Any, engine: "EngineOptions", options: BackendOptions,
         raise refusals[most]
     _check_cache(engine.kv_cache_bytes, most, sizes)
     sequences = sizes.sequences_with_states(engine.kv_cache_bytes * most.sample_tp, engine.max_sequences)
-    return PlacedEngines(most, [replace(_placed(engine, most), max_sequences=sequences)] * len(_replicas(most)))
+    one = replace(
+        _placed(engine, most),
+        max_sequences=sequences,
+        adapters_per_step=reserves.adapter_slots,
+        image_cache_bytes=reserves.image_cache,
+    )
+    tokens = reserves.micro_batch_tokens
+    return PlacedEngines(most, [one] * len(_replicas(most)), micro_batch_tokens=tokens, reserves=reserves)
 
 
 def _cpu_cache(config: Mapping[str, Any], engine: "EngineOptions", options: BackendOptions) -> int:

@@ -194,7 +194,9 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
         with workspaces_of_failures_left():
             with stage("engine"), shared_weights.reading(options.shared_weights) as read:
                 engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
-            engine.lent = read.lent
+            engine.lent = read
+            if read.holder is not None and not runs_on_cpu():
+                read.check(engine)
             engine.kept_by_dynamo = kept_by_dynamo() - kept_before
             patches.apply_to_engine(engine, events or patches.EngineEvents())
     return engine
@@ -228,6 +230,8 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         from tinker_local.backend.vllm_engine.shared_weights import LOAD_FORMAT
 
         arguments["load_format"] = LOAD_FORMAT
+        if not on_cpu:  # others may lay experts out anew, in memory that is read alone
+            arguments["moe_backend"] = "triton"
     if overrides := query_scaling(options.model):
         arguments["hf_overrides"] = overrides
     if options.ranks > 1:

@@ -9,6 +9,7 @@ linear layers, which is 1.2 to 3.6 times as fast for few rows.
 
 import contextlib
 import functools
+import logging
 import math
 import os
 import threading
@@ -20,11 +21,13 @@ from typing import Any
 import torch
 from tinker_local.backend.stages import stage
 from tinker_local.backend.vllm_engine.compat_vllm import served_model
-from tinker_local.backend.weights.lent_weights import LentWeights
+from tinker_local.backend.weights.lent_weights import LentWeights, SharedMatrices
 from tinker_local.backend.weights.memory_holder import get, refuse
 from tinker_local.backend.weights.shared_memory import CannotShareError
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+
+log = logging.getLogger(__name__)
 
 LOAD_FORMAT = "tinker_local_shared"
 """vLLM's name of the loader, see `register`."""
@@ -32,11 +35,13 @@ LOAD_FORMAT = "tinker_local_shared"
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """Where an engine that is built with `LOAD_FORMAT` gets its weights: from the holder at the path `holder`. `lent`:
-    what it has got there."""
+    """Where an engine that is built with `LOAD_FORMAT` gets its weights: from the holder at the path `holder`.
+    `matrices`: what it has got there. `shared`, `whole`: bytes of them that its matrices are, and of all weights."""
 
     holder: str | None
-    lent: LentWeights | None = None
+    matrices: SharedMatrices | None = None
+    shared: int = 0
+    whole: int = 0
 
     def get(self, source: str, device: torch.device) -> LentWeights:
         """Waits for a trainer of the model at `source`. CannotShareError if it shares nothing."""
@@ -45,13 +50,21 @@ class Reading:
         if deposit is None:
             raise CannotShareError("the trainer shares nothing")
         try:
-            self.lent = LentWeights.of(deposit, source, device)
+            found = LentWeights.of(deposit, source, device)
         except CannotShareError as error:
             raise self.refused(str(error)) from None
         finally:
             for file in deposit.files:
                 os.close(file)
-        return self.lent
+        self.matrices, self.whole = found.matrices, sum(tensor.nbytes for tensor in found.tensors.values())
+        return found
+
+    def check(self, engine: Any) -> None:
+        """CannotShareError if the model of `engine` is no longer what was loaded: a GPU's memory is planned for one
+        copy of it."""
+        found = bytes_in(engine, self.matrices)
+        if found < self.shared:
+            raise self.refused(f"vLLM has replaced {self.shared - found} bytes of matrices after it had loaded them")
 
     def refused(self, why: str) -> CannotShareError:
         """The error, of which the holder has been told."""
@@ -97,23 +110,34 @@ def register() -> None:
                 weights = read.get(model_config.model, self._emptied.device)
             try:
                 with stage("shared"):
-                    self._emptied.fill(model, weights)
+                    read.shared = self._emptied.fill(model, weights)
+            except (MemoryError, torch.AcceleratorError, torch.OutOfMemoryError):
+                raise  # two copies would need more
             except Exception as error:  # of any type: a model's loading may do what a matrix without memory cannot
+                log.info("trainer and sampler cannot share their weights", exc_info=True)
                 raise read.refused(f"{type(error).__name__}: {error}".partition("\n")[0]) from None
 
     register_model_loader(LOAD_FORMAT)(SharedLoader)
 
 
-def shared_bytes(engine: Any) -> tuple[int, int]:
-    """Bytes of the weights that a trainer has lent to `engine` which it reads there, and of all weights."""
-    weights: LentWeights = engine.lent
-    lent = {tensor.untyped_storage().data_ptr() for tensor in weights.storages().values()}
+def bytes_in(engine: Any, matrices: SharedMatrices | None) -> int:
+    """Bytes of the model of `engine` that are in the memory of `matrices`."""
+    pieces = {piece.untyped_storage().data_ptr() for piece in ([] if matrices is None else matrices.pieces)}
     parts = {
         (parameter.data_ptr(), parameter.nbytes)
         for parameter in served_model(engine).parameters()
-        if parameter.numel() and parameter.untyped_storage().data_ptr() in lent
+        if parameter.numel() and parameter.untyped_storage().data_ptr() in pieces
     }
-    return sum(size for _, size in parts), sum(tensor.nbytes for tensor in weights.tensors.values())
+    return sum(size for _, size in parts)
+
+
+def _vocabularies(model: Any) -> set[int]:
+    """The identities of the matrices of embeddings and LM heads of `model`. vLLM adds rows up to a multiple of 64,
+    which are planned for."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    modules = (module for module in model.modules() if isinstance(module, VocabParallelEmbedding))
+    return {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +192,9 @@ class _Emptied(TorchDispatchMode):
         finally:
             hook.remove()
 
-    def fill(self, model: Any, weights: LentWeights) -> None:
-        """Give each matrix of `model` its memory: the trainer's, if its rows lie there, else new memory.
+    def fill(self, model: Any, weights: LentWeights) -> int:
+        """Give each matrix of `model` its memory: the trainer's, if its rows lie there, else new memory. Returns the
+        bytes of those in the trainer's.
 
         ValueError if there is one that loading leaves as vLLM made it: what that was is gone.
         """
@@ -189,7 +214,8 @@ class _Emptied(TorchDispatchMode):
                 own[name] = parameter
             else:
                 views[id(parameter)] = found
-        other = [name for name, parameter in own.items() if not self._has_more(parameter)]
+        with_rows = _vocabularies(model)
+        other = [name for name, parameter in own.items() if id(parameter) not in with_rows]
         if other and self.device.type == "cuda":  # its memory is planned for one copy
             raise ValueError(f"vLLM has {len(other)} matrices in another form, such as {other[0]}")
         for parameter in own.values():
@@ -201,11 +227,7 @@ class _Emptied(TorchDispatchMode):
             if id(parameter) in views:
                 _become(parameter, views[id(parameter)])
         self._copies, self._lent, self._storages = {}, {}, []
-
-    def _has_more(self, parameter: torch.Tensor) -> bool:
-        """Whether loading writes a part of `parameter` alone: the others are rows that vLLM adds to a vocabulary."""
-        written = sum(copy.count for copy in self._copies[parameter.untyped_storage()._cdata])
-        return bool(written < parameter.numel())
+        return sum({(view.data_ptr(), view.nbytes): view.nbytes for view in views.values()}.values())
 
     def _view(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """What `parameter` is of the trainer's memory, or None."""
@@ -221,7 +243,9 @@ class _Emptied(TorchDispatchMode):
         if end != parameter.storage_offset() + parameter.numel():
             return None
         place = parameter.storage_offset() - first.shift
-        return self._lent[first.source].as_strided(parameter.shape, parameter.stride(), place)
+        memory = self._lent[first.source].untyped_storage()
+        empty = torch.empty(0, dtype=parameter.dtype, device=self.device)
+        return empty.set_(memory, place, parameter.shape, parameter.stride())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

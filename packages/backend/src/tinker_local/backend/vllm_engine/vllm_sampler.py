@@ -31,7 +31,7 @@ from tinker_local.backend.vllm_engine.grammar_process import GrammarProcess, Mat
 from tinker_local.backend.vllm_engine.patches import EngineEvents
 from tinker_local.backend.vllm_engine.rank_leader import Leader
 from tinker_local.backend.vllm_engine.release_engine import release_engine
-from tinker_local.backend.vllm_engine.shared_weights import shared_bytes
+from tinker_local.backend.vllm_engine.shared_weights import bytes_in
 from tinker_local.backend.vllm_engine.vllm_adapters import VLLMAdapters
 from tinker_local.backend.weights.memory_holder import tell
 from tinker_local.types import ApiError, InternalError, InvalidRequestError, SampleOutput
@@ -74,8 +74,8 @@ class VLLMSampler:
         engine = build_engine(options, EngineEvents(self._note_encoded, self._note_begun, self._adapters.load))
         if options.shared_weights is not None:
             try:
-                engine.lent.verify()
-                tell(options.shared_weights, shared_bytes(engine))
+                engine.lent.matrices.verify()
+                tell(options.shared_weights, (bytes_in(engine, engine.lent.matrices), engine.lent.whole))
             except RuntimeError:
                 release_engine(engine)
                 raise

@@ -16,6 +16,8 @@ def checksum(tensor: torch.Tensor) -> int:
     it was, and of others one in 2^63 or so.
     """
     data = tensor.detach().contiguous().flatten().view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
     whole = len(data) // 8 * 8
     words = data[:whole].view(torch.int64)
     rest = int.from_bytes(bytes(data[whole:].tolist()), "little")

@@ -8,17 +8,24 @@ user can enter.
 
 import array
 import json
+import logging
 import os
 import socket
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+log = logging.getLogger(__name__)
+
 _FILES_AT_ONCE = 64
 """Descriptors of one message; Linux takes 253."""
+ANSWER_SECONDS = 60.0
+_LONGEST_FOLDER = 70
+"""Bytes of a folder for temporary files that a socket's name fits into."""
 _LENGTH = struct.Struct("!IQ")
 """Of a message: how many descriptors, and how many bytes."""
 
@@ -33,14 +40,16 @@ class Deposit(NamedTuple):
 class MemoryHolder:
     """Keeps one `Deposit` and gives it to engines that connect to `path`, until it is closed.
 
-    `refusal`: why there is none, once an engine has said so. `read`: bytes of the weights that the sampler reads there,
-    and of all weights, once it has said so.
+    `refusal`: why there is none, once an engine has said so. `read`: bytes of shared weights, and of all weights; None
+    until the sampler has told them.
     """
 
     def __init__(self) -> None:
         self.refusal: str | None = None
         self.read: tuple[int, int] | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="tinker-local-")  # for this user alone
+        # For this user alone; a name of a socket has 107 bytes at most.
+        short = None if len(tempfile.gettempdir()) < _LONGEST_FOLDER else "/tmp"
+        self._folder = tempfile.TemporaryDirectory(prefix="tinker-local-", dir=short)
         self.path = str(Path(self._folder.name) / "weights")
         self._kept: Deposit | None = None
         self._closed = False
@@ -69,11 +78,15 @@ class MemoryHolder:
 
     def _accept(self) -> None:
         while True:
-            connection, _ = self._listener.accept()
-            if self._closed:
-                connection.close()
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True, name="weights").start()
+            try:
+                connection, _ = self._listener.accept()
+                if self._closed:
+                    connection.close()
+                    return
+                threading.Thread(target=self._serve, args=(connection,), daemon=True, name="weights").start()
+            except (OSError, RuntimeError) as error:  # no more files or threads: later there are
+                log.warning("an engine that asks for the shared weights waits: %s", error)
+                time.sleep(0.1)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection:
@@ -111,12 +124,13 @@ class MemoryHolder:
             self._changed.notify_all()
 
     def _give(self, connection: socket.socket, *, wait: bool) -> None:
-        with self._changed:
-            if wait:
-                self._changed.wait_for(lambda: self._closed or self.refusal is not None or self._kept is not None)
-            kept = self._kept
-            files = [] if kept is None else [os.dup(file) for file in kept.files]  # `close` may come now
+        files: list[int] = []
         try:
+            with self._changed:
+                if wait:
+                    self._changed.wait_for(lambda: self._closed or self.refusal is not None or self._kept is not None)
+                kept = self._kept
+                files.extend(map(os.dup, () if kept is None else kept.files))  # `close` may come now
             _send(connection, None if kept is None else {"said": kept.said}, files)
         finally:
             for file in files:
@@ -146,6 +160,8 @@ def tell(path: str, read: tuple[int, int]) -> None:
 
 def _ask(path: str, message: Mapping[str, Any], files: Sequence[int] = ()) -> tuple[Any, list[int]]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        if message["what"] != "wait":
+            connection.settimeout(ANSWER_SECONDS)
         try:
             connection.connect(path)
             _send(connection, message, files)
@@ -175,11 +191,11 @@ def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
     try:
         while len(files) < count:
             room = socket.CMSG_SPACE(_FILES_AT_ONCE * array.array("i").itemsize)
-            read, beside, _, _ = connection.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
+            read, beside, flags, _ = connection.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
             found = array.array("i", b"".join(part for _, _, part in beside))
             files += found
-            if not read or not found:
-                raise ConnectionError("descriptors are missing")
+            if not read or not found or flags & socket.MSG_CTRUNC:
+                raise ConnectionError("descriptors are missing: this process may not have so many files")
         return json.loads(data), files
     except BaseException:
         for file in files:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from tinker_local.backend.weight_files import folder_of, weight_files
 from tinker_local.backend.weights.checksum import checksum
 from tinker_local.backend.weights.joined_names import JOINED
 from tinker_local.backend.weights.lent_weights import Place, SharedMatrices
@@ -21,18 +22,19 @@ FileNames = Callable[[Any, Mapping[int, int]], Mapping[str, Place]]
 """Where the tensors of a model's files are in the pieces; see `file_names.py`."""
 
 
-def share_matrices(model: Any, device: torch.device, holder: str, file_names: FileNames) -> None:
-    """Put all matrices of transformers' frozen `model`, which is in the host's memory, into memory of `device` that the
-    holder at the path `holder` keeps; into what it has, if a trainer before this one has put them there.
+def share_matrices(model: Any, source: str, device: torch.device, holder: str, file_names: FileNames) -> None:
+    """Put all matrices of transformers' frozen `model`, read from `source` into the host's memory, into memory of
+    `device` that the holder at the path `holder` keeps. If a trainer before this one has put them there, read those.
 
-    Its parameters are the same objects afterwards. RuntimeError if what is there is not this model, or has changed.
+    Its parameters are the same objects afterwards. RuntimeError if what is there is another model, has changed, or was
+    read from other files.
     """
     deposit = get(holder, wait=False)
     if deposit is None:
         files, matrices = _written(model, device)
         try:
             _replace(model, matrices)
-            said = _said(model, matrices, file_names)
+            said = {**_said(model, matrices, file_names), "read": _read_from(source)}
             put(holder, Deposit(said, files))
         finally:
             for file in files:
@@ -43,8 +45,17 @@ def share_matrices(model: Any, device: torch.device, holder: str, file_names: Fi
     finally:
         for file in deposit.files:
             os.close(file)
+    if deposit.said["read"] != _read_from(source):
+        raise RuntimeError(f"the files of {source} are not those that the sampler's weights were read from")
     matrices.verify()
     _replace(model, matrices)
+
+
+def _read_from(source: str) -> list[list[str | int]]:
+    """Name, size and time of each file of weights; nothing if they are not on this machine."""
+    folder = folder_of(source)
+    files = [] if folder is None else [folder / name for name in weight_files(folder)]
+    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 
 def _said(model: Any, matrices: SharedMatrices, file_names: FileNames) -> Mapping[str, Any]:

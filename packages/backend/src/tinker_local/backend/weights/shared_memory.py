@@ -36,7 +36,10 @@ def map_shared(file: int, size: int, device: torch.device) -> torch.Tensor:
 
 
 def _write_on_host(size: int, device: torch.device, fill: Callable[[torch.Tensor], None]) -> int:
-    file = os.memfd_create("tinker-local-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        file = os.memfd_create("tinker-local-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise CannotShareError(f"the system gives no memory to share: {error}") from None
     try:
         os.ftruncate(file, size)
         memory = mmap.mmap(file, size)
@@ -44,14 +47,20 @@ def _write_on_host(size: int, device: torch.device, fill: Callable[[torch.Tensor
         del memory  # the kernel seals what is mapped for writing nowhere
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
-    except BaseException:
+    except BaseException as error:
         os.close(file)
+        if isinstance(error, OSError):
+            raise CannotShareError(f"{size} bytes of memory to share: {error}") from None
         raise
     return file
 
 
 def _map_on_host(file: int, size: int, device: torch.device) -> torch.Tensor:
-    memory = mmap.mmap(file, size, prot=mmap.PROT_READ)
+    try:
+        # A private mapping has the same pages; before Linux 6.7 what is sealed cannot be mapped in another way.
+        memory = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+    except OSError as error:
+        raise CannotShareError(f"memory of the trainer cannot be mapped: {error}") from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch has no tensors that refuse a write; the kernel refuses it
         return torch.frombuffer(memory, dtype=torch.uint8)

@@ -247,7 +247,8 @@ def _load(
     if settings.shared_weights is not None:
         with stage("shared"):
             try:
-                share_matrices(model, device, settings.shared_weights, functools.partial(places_in_files, source=path))
+                names = functools.partial(places_in_files, source=path)
+                share_matrices(model, path, device, settings.shared_weights, names)
             except CannotShareError as error:
                 refuse(settings.shared_weights, str(error))
                 raise
