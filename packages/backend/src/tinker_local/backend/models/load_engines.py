@@ -52,6 +52,7 @@ from tinker_local.backend.weights.memory_holder import MemoryHolder
 
 if TYPE_CHECKING:
     from tinker_local.backend.fakes import FakeModel
+    from tinker_local.backend.families.family import Family
     from tinker_local.backend.sampling.sampler import Sampler
     from tinker_local.backend.training.trainer import Trainer
     from tinker_local.backend.vllm_engine.build_engine import EngineOptions
@@ -473,7 +474,7 @@ def _load_real(
     family = supported_family(config, source.path)
     check_weights(source.path, config, family)
     gpus = 0 if compat_vllm.runs_on_cpu() else torch.cuda.device_count()
-    if gpus and not family.one_copy:
+    if gpus and not (family.one_copy and _keeps_experts(family)):
         holder = None
     longest = int(text_config.max_position_embeddings)
     options = replace(options, max_context_length=options.max_context_length or longrope_context(text_config))
@@ -558,6 +559,13 @@ def _load_real(
         stages=stages,
         holder=holder,
     )
+
+
+def _keeps_experts(family: "Family") -> bool:
+    """Whether vLLM leaves experts as it has loaded them. On Blackwell it may lay them out anew for FlashInfer."""
+    import torch
+
+    return family.lora.experts is None or torch.cuda.get_device_capability()[0] < 10
 
 
 def load_tools(model: str, model_type: str, chosen: str | None) -> ToolFormat | str:

@@ -230,8 +230,6 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         from tinker_local.backend.vllm_engine.shared_weights import LOAD_FORMAT
 
         arguments["load_format"] = LOAD_FORMAT
-        if not on_cpu:  # others may lay experts out anew, in memory that is read alone
-            arguments["moe_backend"] = "triton"
     if overrides := query_scaling(options.model):
         arguments["hf_overrides"] = overrides
     if options.ranks > 1:
