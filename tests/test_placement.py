@@ -300,7 +300,7 @@ def test_where_memory_is_short_less_is_set_aside(place: Place, free: dict[int, f
     (engine,) = less.engines
     assert (engine.adapters_per_step, engine.image_cache_bytes, less.micro_batch_tokens) == (1, 2**27, 4096)
     assert str(less.reserves) == (
-        "1 sampled adapters in a step, 128 MiB of image features, micro-batches of 4,096 positions"
+        "for adapters that are sampled in one step: 1, for image features: 128 MiB, for a micro-batch: 4,096 positions"
     )
     assert placed(25.6, micro_batch_tokens=2000).micro_batch_tokens == 2000
     with pytest.raises(ValueError, match=r"^38.0 GiB of GPU memory are free, but two copies of the weights"):

@@ -12,7 +12,11 @@ from tinker_local.backend.weights.checksum import checksum
 from tinker_local.backend.weights.memory_holder import Deposit, MemoryHolder, get
 from tinker_local.backend.weights.shared_memory import map_shared
 
-pytestmark = [pytest.mark.gpu, pytest.mark.more]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.more,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 SIZE = 3 * 2**20 + 512
 

@@ -180,8 +180,8 @@ class Reserves:
 
     def __str__(self) -> str:
         return (
-            f"{self.adapter_slots} sampled adapters in a step, {self.image_cache >> 20} MiB of image features, "
-            f"micro-batches of {self.micro_batch_tokens:,} positions"
+            f"for adapters that are sampled in one step: {self.adapter_slots}, for image features: "
+            f"{self.image_cache >> 20} MiB, for a micro-batch: {self.micro_batch_tokens:,} positions"
         )
 
 

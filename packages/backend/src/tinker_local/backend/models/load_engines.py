@@ -495,7 +495,7 @@ def _load_real(
     if gpus > 1:
         progress(f"{source.name} {placed}")
     if placed.reserves != USUAL:
-        progress(f"{source.name}: memory is short here, so that there are fewer: {placed.reserves}")
+        progress(f"{source.name}: memory is short, so that less is set aside {placed.reserves}")
     options = replace(options, train_gpus=layout.train_gpus, sample_gpus=layout.sample_gpus, sample_tp=layout.sample_tp)
     config_of_trainer = TrainerConfig(
         source.path,
