@@ -29,7 +29,7 @@ from harness.scale import SCALES
 from on_cpu import Line, in_turns
 from stacks import MODEL, Run, keep
 
-WAYS = {"one copy": "auto", "two copies": "off"}
+WAYS = {"one copy": "always", "two copies": "off"}
 """What `--shared-weights` is."""
 SECONDS = 300
 """Most that the weights may take to write."""

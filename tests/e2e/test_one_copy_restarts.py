@@ -32,7 +32,7 @@ def test_what_one_engine_leaves_the_other_reads(
         data_dir=tmp_path / "data",
         trainer="process",
         sampler="process",
-        shared_weights="auto",
+        shared_weights="always",
         max_rank=8,
         kv_cache_bytes=2**28,
         max_context_length=256,

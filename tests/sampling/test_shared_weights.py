@@ -270,7 +270,13 @@ async def test_a_matrix_that_vllm_leaves_as_it_was_made_is_said(
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("place", "shared", "cause"),
-    [("inline", "auto", ""), ("process", "auto", ""), ("inline", "off", ""), ("inline", "auto", "no names")],
+    [
+        ("inline", "always", ""),
+        ("process", "always", ""),
+        ("inline", "auto", ""),
+        ("inline", "off", ""),
+        ("inline", "always", "no names"),
+    ],
 )
 async def test_a_server_shares_what_it_is_asked_to(
     place: Any, shared: Any, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -297,7 +303,7 @@ async def test_a_server_shares_what_it_is_asked_to(
     await backend.close()
     assert any("trainer and sampler agree to" in line for line in said)
     together = [line for line in said if "trainer and sampler share" in line]
-    assert len(together) == (1 if shared == "auto" and not cause else 0)
+    assert len(together) == (1 if shared == "always" and not cause else 0)  # auto is for a GPU
     apart = [line for line in said if "a copy of the weights each" in line]
     assert len(apart) == (1 if cause else 0)
     assert all(line.endswith(cause) for line in apart)

@@ -16,7 +16,7 @@ DType = Literal["float32", "bfloat16"]
 EnginePlace = Literal["inline", "process"]
 DecoderName = Literal["written-out", "autograd"]
 DecoderChoice = Literal["auto", DecoderName]
-SharedWeights = Literal["auto", "off"]
+SharedWeights = Literal["auto", "always", "off"]
 GrammarChoice = Literal["auto", "always", "never"]
 ShardChoice = Literal["auto", "never"] | int
 
@@ -291,8 +291,8 @@ class BackendOptions:
     shared_weights: Annotated[
         SharedWeights,
         CommandOption(
-            "Whether trainer and sampler read one copy of the weights: auto, of all matrices that vLLM keeps as they "
-            "are, where the server sees one GPU or none; off, each has a copy.",
+            "Whether trainer and sampler read one copy of the weights, of all matrices that vLLM keeps as they are: "
+            "auto, where the server sees one GPU; always, on a CPU, too; off, each has a copy.",
         ),
     ] = "auto"
     strict_losses: Annotated[

@@ -120,7 +120,7 @@ class Fitting:
         self._options = options
         self._longest = int(text["max_position_embeddings"])
         self._vision = vision
-        self._shared = one_copy and options.shared_weights == "auto"
+        self._shared = one_copy and options.shared_weights != "off"
         self._memory = memory
         self._parameters = parameters
         self._sizes = model_sizes(text, parameters, ITEMSIZE)

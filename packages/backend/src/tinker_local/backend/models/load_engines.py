@@ -430,11 +430,12 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
 
 
 def _shares(options: BackendOptions) -> bool:
-    """Whether both engines are to read one copy of the weights: where each is one process, or both are this one, on the
-    same GPU or on a CPU."""
-    several = options.train_gpus or options.sample_gpus or len(memory_of_gpus()) > 1
-    hosts = max(options.train_hosts, options.sample_hosts)
-    return options.shared_weights == "auto" and not several and hosts == 1
+    """Whether both engines are to read one copy of the weights, on the only GPU or on a CPU, where it saves little,
+    since vLLM packs most matrices."""
+    gpus, hosts = len(memory_of_gpus()), max(options.train_hosts, options.sample_hosts)
+    if options.train_gpus or options.sample_gpus or gpus > 1 or hosts > 1:
+        return False
+    return options.shared_weights == "always" or (options.shared_weights == "auto" and gpus == 1)
 
 
 def _imports(options: BackendOptions) -> Mapping[str, str]:
