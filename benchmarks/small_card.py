@@ -27,8 +27,8 @@ from engine import room_for_models
 from harness import machine, processes
 from harness.scale import SCALES
 from one_copy import SECONDS, UsedMemory
+from stacks import MODEL
 
-MODEL = "bench/text"
 BALLAST = """
 import sys, torch
 torch.zeros(1, device="cuda")

@@ -45,12 +45,11 @@ def as_torch(array: npt.NDArray[Any]) -> "torch.Tensor":
     return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
 
 
-def in_float32(tensors: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.float32]]:
-    """The same numbers, by name; uint16 are those of bfloat16."""
-    return {
-        name: (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array.astype(np.float32)
-        for name, array in tensors.items()
-    }
+def in_float32(array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """The numbers of `array`; uint16 are the bits of bfloat16."""
+    if array.dtype == np.uint16:
+        array = (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return array.astype(np.float32)
 
 
 def as_numpy(tensor: "torch.Tensor") -> npt.NDArray[Any]:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from tinker_local.backend.adapters.adapter import FACTORS, HEAD, LORA_ALPHA, AdapterState, tensor_name
 from tinker_local.backend.adapters.adapter_files import AGE, CONFIG, WEIGHTS
+from tinker_local.backend.adapters.adapter_tensors import in_float32
 from tinker_local.backend.adapters.peft_experts import check_experts_together, from_parameters
 from tinker_local.backend.families.family import Family, SplitRows
 from tinker_local.backend.weights.joined_names import EXPERTS_DOWN, EXPERTS_GATE_UP
@@ -355,9 +356,7 @@ def _tensors(path: Path) -> dict[str, npt.NDArray[np.float32]]:
             array = content[slice(*place["data_offsets"])].view(dtype).reshape(place["shape"])
         except ValueError as error:  # numpy has at most 64 dimensions, and bounds even those of no values
             raise InvalidRequestError(f"{WEIGHTS}: {name}: shape {brief(place['shape'])}: {error}") from None
-        if dtype is np.uint16:
-            array = (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        found[name] = array.astype(np.float32)
+        found[name] = in_float32(array)
         if not np.isfinite(found[name]).all():
             count = int((~np.isfinite(found[name])).sum())
             raise InvalidRequestError(f"{WEIGHTS}: {name}: {count} of {array.size} values are not finite")

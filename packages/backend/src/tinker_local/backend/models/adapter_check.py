@@ -63,7 +63,8 @@ def explained_by_rounding(state: AdapterState, trainer: Trainer, probes: Sequenc
 
     Training makes some tokens very unlikely. Of a logprob of -17, 8 bits leave tenths.
     """
-    trainer.load_adapter(_ID, replace(state, tensors=in_float32(state.tensors)))
+    whole = {name: in_float32(matrix) for name, matrix in state.tensors.items()}
+    trainer.load_adapter(_ID, replace(state, tensors=whole))
     try:
         draws = trainer_draws(trainer, _ID, probes)
     finally:

@@ -60,8 +60,8 @@ class Reading:
         return found
 
     def check(self, engine: Any) -> None:
-        """CannotShareError if the model of `engine` is no longer what was loaded: a GPU's memory is planned for one
-        copy of it."""
+        """CannotShareError unless `engine` still reads as many bytes of the trainer's memory as after loading. The plan
+        of a GPU's memory counts on them."""
         found = bytes_in(engine, self.matrices)
         if found < self.shared:
             raise self.refused(f"vLLM has replaced {self.shared - found} bytes of matrices after it had loaded them")

@@ -86,10 +86,6 @@ class LentWeights:
         """One of the lent tensors in each piece of memory, by the address of its storage."""
         return {self.tensors[name].untyped_storage()._cdata: self.tensors[name] for name in self.lent}
 
-    def verify(self) -> None:
-        """See `SharedMatrices.verify`."""
-        self.matrices.verify()
-
 
 def stored_tensors(source: str, known: Mapping[str, Any]) -> Any:
     """Each name in the files of `source` with its tensor: that of `known`, if it is there, and otherwise the file's.
