@@ -107,7 +107,7 @@ async def sampled(options: Any, length: int, stage: Stages) -> None:
             torch.cuda.empty_cache()
         stage("cache emptied")
         for turn in range(2):
-            prompt = RenderedInput(np.random.default_rng(turn).integers(0, 1000, length).astype(np.int32))
+            prompt = RenderedInput(np.random.default_rng(turn).integers(0, 100, length).astype(np.int32))
             wanted = SamplingParams(max_tokens=64, temperature=1.0, seed=turn, stop=())
             await engine.sample(SampleWork(prompt, None, wanted, num_samples=16))
         stage("sampled")
