@@ -54,13 +54,13 @@ def holder() -> Iterator[MemoryHolder]:
 
 
 def deposit_of(holder: MemoryHolder) -> Deposit:
-    found = get(holder.path, wait=False)
+    found = get(holder.address, wait=False)
     assert found is not None
     return found
 
 
 def test_the_memory_of_a_killed_process_is_read_and_not_written(holder: MemoryHolder) -> None:
-    arguments = [holder.path, str(SIZE)]
+    arguments = [holder.address, str(SIZE)]
     wrote = subprocess.run([sys.executable, "-c", WRITES, *arguments], capture_output=True, text=True, check=False)
     assert wrote.returncode == -signal.SIGKILL, wrote.stderr[-2000:]
     file = deposit_of(holder).files[0]
@@ -82,7 +82,7 @@ def test_memory_ends_with_the_last_who_has_it(holder: MemoryHolder) -> None:
     size = 2**30
     torch.zeros(1, device="cuda")
     free = torch.cuda.mem_get_info()[0]
-    subprocess.run([sys.executable, "-c", WRITES, holder.path, str(size)], capture_output=True, check=False)
+    subprocess.run([sys.executable, "-c", WRITES, holder.address, str(size)], capture_output=True, check=False)
     file = deposit_of(holder).files[0]
     memory = map_shared(file, size, torch.device("cuda"))
     os.close(file)

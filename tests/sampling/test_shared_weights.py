@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -63,18 +64,18 @@ def holder() -> Iterator[MemoryHolder]:
 
 def trainer_of(model: str, holder: MemoryHolder, decoder: DecoderChoice = "auto") -> HFTrainer:
     config = TrainerConfig(model, name="tiny", dtype="float32", device="cpu", decoder=decoder)
-    return HFTrainer(replace(config, shared_weights=holder.path))
+    return HFTrainer(replace(config, shared_weights=holder.address))
 
 
 def sampler_of(model: str, holder: MemoryHolder | None) -> VLLMSampler:
-    path = None if holder is None else holder.path
+    path = None if holder is None else holder.address
     engine = EngineOptions(model, dtype="float32", max_rank=16, kv_cache_bytes=2**26, shared_weights=path)
     return VLLMSampler(engine, EngineThread())
 
 
 def deposit_in(holder: MemoryHolder) -> Any:
     """What the trainer said of its memory."""
-    deposit = get(holder.path, wait=False)
+    deposit = get(holder.address, wait=False)
     assert deposit is not None
     for file in deposit.files:
         os.close(file)
@@ -171,7 +172,7 @@ def test_the_kernel_refuses_a_write_into_shared_matrices(holder: MemoryHolder, t
 
     file = write_shared(4096, CPU, sevens)
     try:
-        put(holder.path, Deposit("bytes", [file]))
+        put(holder.address, Deposit("bytes", [file]))
     finally:
         os.close(file)
     program = (
@@ -184,10 +185,10 @@ def test_the_kernel_refuses_a_write_into_shared_matrices(holder: MemoryHolder, t
         "memory[5] = 1\n"
         "print('written', flush=True)\n"
     )
-    ran = subprocess.run([sys.executable, "-c", program, holder.path], capture_output=True, text=True, check=False)
+    ran = subprocess.run([sys.executable, "-c", program, holder.address], capture_output=True, text=True, check=False)
     assert ran.stdout == "bytes 28672\n"
     assert ran.returncode == -signal.SIGSEGV
-    deposit = get(holder.path, wait=False)
+    deposit = get(holder.address, wait=False)
     assert deposit is not None
     with pytest.raises(PermissionError):  # a mapping for writing
         mmap.mmap(deposit.files[0], 4096)
@@ -198,7 +199,7 @@ def test_changed_matrices_are_found_by_their_sums(holder: MemoryHolder, tmp_path
     """On a GPU, for instance, where memory can fail."""
     model = write_model("qwen3", tmp_path / "model")
     trainer_of(model, holder).close()
-    deposit = get(holder.path, wait=False)
+    deposit = get(holder.address, wait=False)
     assert deposit is not None
     sums = deposit.said["sums"]
     assert len(sums) == 6 * 7 + 1  # a tied head
@@ -322,7 +323,7 @@ async def test_a_matrix_that_transformers_has_changed_comes_from_the_file(
 
     monkeypatch.setattr("tinker_local.backend.training.model.load_model.check_found", changes)
     trainer = trainer_of(model, holder)
-    deposit = get(holder.path, wait=True)
+    deposit = get(holder.address, wait=True)
     assert deposit is not None
     try:
         lent = LentWeights.of(deposit, model, CPU)
@@ -338,7 +339,7 @@ async def test_a_matrix_that_transformers_has_changed_comes_from_the_file(
 
 def test_a_model_is_shared_in_another_dtype_than_that_of_its_files(holder: MemoryHolder, tmp_path: Path) -> None:
     model = write_model("qwen3", tmp_path / "model")
-    config = TrainerConfig(model, name="tiny", dtype="bfloat16", device="cpu", shared_weights=holder.path)
+    config = TrainerConfig(model, name="tiny", dtype="bfloat16", device="cpu", shared_weights=holder.address)
     HFTrainer(config).close()
     files = deposit_in(holder)["files"]
     assert len(files) == 6 * 7 + 1
@@ -380,15 +381,20 @@ def test_matrices_of_two_dtypes_are_views_each_of_its_own_place(tmp_path: Path) 
     assert checksum(two) == checksum(two.clone())
 
 
-def test_a_long_folder_for_temporary_files_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name of a socket has 107 bytes at most."""
-    folder = tmp_path / ("long" * 30)
-    folder.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    holder = MemoryHolder()
-    assert get(holder.path, wait=False) is None
+@pytest.mark.parametrize("stranger", ["the holder", "the engine"])
+def test_neither_end_talks_to_another_user(stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    holder, this_user = MemoryHolder(), os.geteuid()
+
+    def whom_it_expects() -> int:
+        in_engine = threading.current_thread() is threading.main_thread()
+        return this_user + 1 if in_engine == (stranger == "the holder") else this_user
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.geteuid", whom_it_expects)
+        with pytest.raises(RuntimeError, match="another user answers" if stranger == "the holder" else "ended|reset"):
+            put(holder.address, Deposit("bytes", []))
+    assert get(holder.address, wait=False) is None
     holder.close()
-    assert not [*folder.iterdir()]
 
 
 def test_a_holder_goes_on_where_files_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,10 +405,10 @@ def test_a_holder_goes_on_where_files_are_short(monkeypatch: pytest.MonkeyPatch)
             raise failures.pop()
         return accept(self)
 
-    get(holder.path, wait=False)
+    get(holder.address, wait=False)
     monkeypatch.setattr(socket.socket, "accept", fails)
-    get(holder.path, wait=False)
-    assert get(holder.path, wait=False) is None
+    get(holder.address, wait=False)
+    assert get(holder.address, wait=False) is None
     assert not failures
     holder.close()
 
@@ -414,11 +420,11 @@ def open_files() -> int:
 
 def test_a_holder_keeps_one_deposit_until_it_is_closed() -> None:
     holder = MemoryHolder()
-    assert get(holder.path, wait=False) is None
+    assert get(holder.address, wait=False) is None
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(get, holder.path, wait=True)
+        waiting = pool.submit(get, holder.address, wait=True)
         file = os.memfd_create("test")
-        put(holder.path, Deposit({"many": 200}, [file] * 200))
+        put(holder.address, Deposit({"many": 200}, [file] * 200))
         found = waiting.result()
     assert found is not None
     assert found.said == {"many": 200}
@@ -426,17 +432,18 @@ def test_a_holder_keeps_one_deposit_until_it_is_closed() -> None:
     assert len({*found.files}) == 200
     assert not any(os.get_inheritable(each) for each in found.files)
     with pytest.raises(RuntimeError, match="does not answer"):
-        put(holder.path, Deposit("another", [file]))
+        put(holder.address, Deposit("another", [file]))
     with ThreadPoolExecutor(1) as pool, contextlib.suppress(RuntimeError):  # if it was not heard before
         other = MemoryHolder()
-        waiting = pool.submit(get, other.path, wait=True)
+        waiting = pool.submit(get, other.address, wait=True)
         other.close()
         assert waiting.result() is None
     before = open_files()
     holder.close()
     holder.close()
     assert open_files() <= before - 200
-    assert not Path(holder.path).parent.exists()
+    with pytest.raises(RuntimeError, match="does not answer"):
+        get(holder.address, wait=False)
     for each in (*found.files, file):
         os.close(each)
 

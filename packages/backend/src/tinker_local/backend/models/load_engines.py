@@ -487,7 +487,7 @@ def _load_real(
         max_rank=options.max_rank,
         sleeps=options.sampler_sleeps,
         train_vision=options.train_vision and family.vision is not None and not family.vision.frozen,
-        shared_weights=None if holder is None else holder.path,
+        shared_weights=None if holder is None else holder.address,
     )
     placed = place_engines(config, engine, options, gpus)
     layout, engines = placed.layout, placed.engines
@@ -512,7 +512,7 @@ def _load_real(
         decoder=options.decoder,
         shards=layout.shards,
         context_parallel=layout.context_parallel,
-        shared_weights=None if holder is None else holder.path,
+        shared_weights=None if holder is None else holder.address,
     )
     several = len(options.train_gpus) * options.train_hosts > 1
     make_trainer: TrainerFactory = functools.partial(trainer_of_rank if several else HFTrainer, config_of_trainer)

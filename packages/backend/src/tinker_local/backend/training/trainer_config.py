@@ -23,7 +23,7 @@ class TrainerConfig:
     "autograd". `weights`: the kind of frozen matrices in layers and LM head, of `weights/kinds.py`. `shards`: how many
     ranks, in a row, hold one copy of the layers and of an untied LM head together, each a part; 1: all are whole on
     each. `context_parallel`: how many ranks, in a row, share each micro-batch, which then has as many times
-    `micro_batch_tokens`. `shared_weights`: the path of a `MemoryHolder` that gets the matrices, for a sampler on the
+    `micro_batch_tokens`. `shared_weights`: the address of a `MemoryHolder` that gets the matrices, for a sampler on the
     same device; None: they are this trainer's alone.
     """
 

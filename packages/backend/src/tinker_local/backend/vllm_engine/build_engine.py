@@ -49,7 +49,7 @@ class EngineOptions:
     requests, if that is more than vLLM's default. `enforce_eager` None: True on CPU, False on CUDA (CUDA graphs).
     `sleeps`: enable sleep mode; on CUDA, and for one engine of the process at a time. `ranks`: of tensor parallelism,
     each a process with a share of every layer (`rank_leader.py`); `kv_cache_bytes` is that of one. `train_vision`:
-    adapters may change the vision tower, which also takes `max_rank` in each slot. `shared_weights`: the path of a
+    adapters may change the vision tower, which also takes `max_rank` in each slot. `shared_weights`: the address of a
     `MemoryHolder` with the matrices of a trainer on the same device, which the engine then reads where it can
     (`shared_weights.py`).
     """

@@ -35,7 +35,7 @@ LOAD_FORMAT = "tinker_local_shared"
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """Where an engine that is built with `LOAD_FORMAT` gets its weights: from the holder at the path `holder`.
+    """Where an engine that is built with `LOAD_FORMAT` gets its weights: from the holder at the address `holder`.
     `matrices`: what it has got there. `shared`, `whole`: bytes of them that its matrices are, and of all weights."""
 
     holder: str | None
@@ -78,7 +78,7 @@ _reading: ContextVar[Reading] = ContextVar("reading")
 
 @contextlib.contextmanager
 def reading(holder: str | None) -> Iterator[Reading]:
-    """An engine that is built here with `LOAD_FORMAT` reads what the holder at the path `holder` keeps."""
+    """An engine that is built here with `LOAD_FORMAT` reads what the holder at the address `holder` keeps."""
     before = _reading.set(Reading(holder))
     try:
         yield _reading.get()

@@ -2,21 +2,20 @@
 
 It has the file descriptors and what the trainer says of them, and gives both to any engine of the same user that asks:
 to the sampler, and to a trainer or a sampler that comes back after its process has died. Neither frees what the other
-reads. Messages are JSON behind their length, with the descriptors beside them, on a socket in a folder that only this
-user can enter.
+reads. Messages are JSON behind their length, with the descriptors beside them, on a socket in Linux's abstract
+namespace, which leaves nothing behind. Each end asks the kernel whether the other is this user.
 """
 
 import array
 import json
 import logging
 import os
+import secrets
 import socket
 import struct
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 log = logging.getLogger(__name__)
@@ -24,8 +23,6 @@ log = logging.getLogger(__name__)
 _FILES_AT_ONCE = 64
 """Descriptors of one message; Linux takes 253."""
 ANSWER_SECONDS = 60.0
-_LONGEST_FOLDER = 70
-"""Bytes of a folder for temporary files that a socket's name fits into."""
 _LENGTH = struct.Struct("!IQ")
 """Of a message: how many descriptors, and how many bytes."""
 
@@ -38,7 +35,7 @@ class Deposit(NamedTuple):
 
 
 class MemoryHolder:
-    """Keeps one `Deposit` and gives it to engines that connect to `path`, until it is closed.
+    """Keeps one `Deposit` and gives it to engines that connect to `address`, until it is closed.
 
     `refusal`: why there is none, once an engine has said so. `read`: bytes of shared weights, and of all weights; None
     until the sampler has told them.
@@ -47,15 +44,12 @@ class MemoryHolder:
     def __init__(self) -> None:
         self.refusal: str | None = None
         self.read: tuple[int, int] | None = None
-        # For this user alone; a name of a socket has 107 bytes at most.
-        short = None if len(tempfile.gettempdir()) < _LONGEST_FOLDER else "/tmp"
-        self._folder = tempfile.TemporaryDirectory(prefix="tinker-local-", dir=short)
-        self.path = str(Path(self._folder.name) / "weights")
+        self.address = f"tinker-local-{secrets.token_hex(16)}"
         self._kept: Deposit | None = None
         self._closed = False
         self._changed = threading.Condition()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.path)
+        self._listener.bind("\0" + self.address)
         self._listener.listen()
         self._accepting = threading.Thread(target=self._accept, daemon=True, name="weights")
         self._accepting.start()
@@ -71,10 +65,9 @@ class MemoryHolder:
             self._kept = None
             self._changed.notify_all()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wake:
-            wake.connect(self.path)
+            wake.connect("\0" + self.address)
         self._accepting.join()
         self._listener.close()
-        self._folder.cleanup()
 
     def _accept(self) -> None:
         while True:
@@ -137,33 +130,35 @@ class MemoryHolder:
                 os.close(file)
 
 
-def put(path: str, deposit: Deposit) -> None:
-    """Give the holder at `path` memory to keep, with other descriptors of it. RuntimeError if it does not take it."""
-    _ask(path, {"what": "put", "said": deposit.said}, deposit.files)
+def put(address: str, deposit: Deposit) -> None:
+    """Give the holder at `address` memory to keep, with other descriptors of it. RuntimeError if it does not take it."""
+    _ask(address, {"what": "put", "said": deposit.said}, deposit.files)
 
 
-def get(path: str, *, wait: bool) -> Deposit | None:
-    """What the holder at `path` keeps. None if there is nothing; with `wait`, if there will be nothing."""
-    answer, files = _ask(path, {"what": "wait" if wait else "get"})
+def get(address: str, *, wait: bool) -> Deposit | None:
+    """What the holder at `address` keeps. None if there is nothing; with `wait`, if there will be nothing."""
+    answer, files = _ask(address, {"what": "wait" if wait else "get"})
     return None if answer is None else Deposit(answer["said"], files)
 
 
-def refuse(path: str, why: str) -> None:
-    """Tell the holder at `path` that weights are not shared."""
-    _ask(path, {"what": "refuse", "why": why})
+def refuse(address: str, why: str) -> None:
+    """Tell the holder at `address` that weights are not shared."""
+    _ask(address, {"what": "refuse", "why": why})
 
 
-def tell(path: str, read: tuple[int, int]) -> None:
-    """Tell the holder at `path` the bytes of weights that a sampler reads there, and those of all weights."""
-    _ask(path, {"what": "tell", "read": read})
+def tell(address: str, read: tuple[int, int]) -> None:
+    """Tell the holder at `address` the bytes of weights that a sampler reads there, and those of all weights."""
+    _ask(address, {"what": "tell", "read": read})
 
 
-def _ask(path: str, message: Mapping[str, Any], files: Sequence[int] = ()) -> tuple[Any, list[int]]:
+def _ask(address: str, message: Mapping[str, Any], files: Sequence[int] = ()) -> tuple[Any, list[int]]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         if message["what"] != "wait":
             connection.settimeout(ANSWER_SECONDS)
         try:
-            connection.connect(path)
+            connection.connect("\0" + address)
+            if not _of_this_user(connection):  # the server has ended, and another user has taken its address
+                raise PermissionError("another user answers there")
             _send(connection, message, files)
             return _receive(connection)
         except OSError as error:

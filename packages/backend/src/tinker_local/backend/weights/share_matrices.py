@@ -24,7 +24,7 @@ FileNames = Callable[[Any, Mapping[int, int]], Mapping[str, Place]]
 
 def share_matrices(model: Any, source: str, device: torch.device, holder: str, file_names: FileNames) -> None:
     """Put all matrices of transformers' frozen `model`, read from `source` into the host's memory, into memory of
-    `device` that the holder at the path `holder` keeps. If a trainer before this one has put them there, read those.
+    `device` that the holder at the address `holder` keeps. If a trainer before this one has put them there, read those.
 
     Its parameters are the same objects afterwards. RuntimeError if what is there is another model, has changed, or was
     read from other files.
