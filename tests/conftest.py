@@ -86,6 +86,17 @@ LONGEST = (
 )
 """Scopes that come first, in this order: one that begins last is what all wait for in the end."""
 
+TRACED = (
+    "tests/rendering/test_decoding.py::test_an_image_of_too_many_pixels_is_refused_from_its_header",
+    "tests/http/test_http_body_turns.py::test_a_large_body_is_held_once",
+    "tests/http/test_http_kept_results_on_fakes.py::"
+    "test_many_short_sequences_count_for_the_memory_that_they_take_on_fakes",
+    "tests/http/test_http_bad_input_on_fakes.py::test_zstd_bomb_is_refused_without_its_memory_on_fakes",
+    "tests/http/test_http_bad_input_on_fakes.py::test_sparse_tensor_that_would_be_huge_is_refused_before_it_is_dense_on_fakes",
+    "tests/sampling/test_alternative_tokens.py::test_random_numbers_of_a_few_rows_take_their_own_memory",
+)
+"""Tests that come last, together: what runs after one of them takes twice as long (`tests/traced.py`)."""
+
 TURN = "TESTS_TURN"
 """The variable with the commit by which tests take turns; empty if they do not."""
 
@@ -94,8 +105,10 @@ TEXT, VISION = "tiny/text", "tiny/vision"
 
 
 def scope(nodeid: str) -> str:
-    """What one worker runs as a whole: a file, a group of `TOGETHER`, or one of `APART`."""
+    """What one worker runs as a whole: a file, a group of `TOGETHER`, one of `APART`, or those of `TRACED`."""
     file = nodeid.partition("::")[0]
+    if nodeid.partition("[")[0] in TRACED:
+        return "traced"
     if apart := {file, nodeid.partition("[")[0]}.intersection(APART):
         return apart.pop()
     return next((group for path, group in TOGETHER.items() if f"{file}/".startswith(f"{path}/")), file)
@@ -118,9 +131,9 @@ def commit() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Those of `LONGEST` come first. Of a test with the mark `rotated(n)` every nth case stays, by the commit."""
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(scope(item.nodeid), len(places)))
+    """Those of `LONGEST` come first, of `TRACED` last. Of a test with the mark `rotated(n)` every nth case stays, by the commit."""
+    places = {name: place for place, name in enumerate(LONGEST)} | {"traced": len(LONGEST) + 1}
+    items.sort(key=lambda item: places.get(scope(item.nodeid), len(LONGEST)))
     if not os.environ[TURN]:
         return
     cases: defaultdict[str, int] = defaultdict(int)

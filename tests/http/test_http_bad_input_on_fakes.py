@@ -16,6 +16,7 @@ from tinker_local.types.codec import encode_forward_backward_request
 from tinker_local.types.wire import tinker_local_wire_pb2 as wire
 
 from tests.http.conftest import Api, StartApi
+from tests.traced import start_tracing
 
 MIB = 2**20
 
@@ -106,12 +107,11 @@ async def test_zstd_bomb_is_refused_without_its_memory_on_fakes(api: Api) -> Non
     assert zstandard.frame_content_size(bytes(liar)) == 100 * MIB
     liar[6:10] = struct.pack("<I", MIB)  # says one MiB
     assert zstandard.frame_content_size(bytes(liar)) == MIB
-    tracemalloc.start()
+    start_tracing()
     for bomb in (*bombs, bytes(liar)):
         assert len(bomb) < 64 * 1024
         await refused(api, bytes(bomb), "zstd", **{"Content-Encoding": "zstd"})
     _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
     assert peak < 8 * MIB
     assert await api.healthy()
 
@@ -599,10 +599,9 @@ async def test_sparse_tensor_that_would_be_huge_is_refused_before_it_is_dense_on
         "weights": sparse,
     }
     data = [Datum(model_input=ModelInput.from_ints([5, 9]), loss_fn_inputs=inputs)] * 8
-    tracemalloc.start()
+    start_tracing()
     message = await api.failure(await api.gradient(model, 1, data))
     _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
     assert message.startswith("user: data[0].loss_fn_inputs")
     assert peak < 16 * MIB
 

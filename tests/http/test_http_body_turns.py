@@ -19,6 +19,8 @@ from tinker_local.types import InvalidRequestError, TooManyRequestsError
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from tests.traced import start_tracing
+
 READ = 256_000
 """Bytes that the loop reads at once."""
 
@@ -207,14 +209,11 @@ async def test_a_large_body_is_held_once(declared: bool) -> None:
     """The parts of 50 MB and the whole once lay side by side."""
     size = 200 * READ
     incoming = bodies.Incoming(size if declared else None)
-    tracemalloc.start()
-    try:
-        for number in range(200):
-            incoming.append(bytes([number]) * READ)
-        whole = await incoming.whole()
-        kept, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    start_tracing()
+    for number in range(200):
+        incoming.append(bytes([number]) * READ)
+    whole = await incoming.whole()
+    kept, most = tracemalloc.get_traced_memory()
     assert whole == b"".join(bytes([number]) * READ for number in range(200))
     assert kept < 1.1 * size
     if declared:

@@ -15,6 +15,7 @@ from tinker_local.backend.storage import result_files
 from tinker_local.types.codec import encode_forward_backward_output, encode_sample_output
 
 from tests.http.conftest import Api, StartApi, datum
+from tests.traced import start_tracing
 
 PROMPT = [1 + number % 100 for number in range(50)]
 TOPK = 50 * 64 * 8
@@ -149,12 +150,9 @@ async def test_many_short_sequences_count_for_the_memory_that_they_take_on_fakes
     await ended(api, await api.sample(sampler, 0, num_samples=16))  # what the first one needs once
     kept = api.backend.operations
     before = kept.memory.bytes
-    tracemalloc.start()
-    try:
-        await ended(api, await api.sample(sampler, 1, num_samples=1024, sampling_params={"max_tokens": 1}))
-        taken, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    start_tracing()
+    await ended(api, await api.sample(sampler, 1, num_samples=1024, sampling_params={"max_tokens": 1}))
+    taken, _ = tracemalloc.get_traced_memory()
     assert kept.memory.bytes - before >= taken
 
 

@@ -13,6 +13,8 @@ import pytest
 from PIL import Image
 from tinker_local.backend.rendering.decoding import ImageError, PixelBudget, decode_image
 
+from tests.traced import start_tracing
+
 
 def load_with_hf(data: bytes) -> Image.Image:
     from transformers.image_utils import load_image
@@ -144,13 +146,10 @@ def test_an_image_of_too_many_pixels_is_refused_from_its_header(
 ) -> None:
     data = png_header(width, height)
     assert len(data) < 1000
-    tracemalloc.start()
-    try:
-        with pytest.raises(ImageError, match=message):
-            decode_image(data, limit)
-        assert tracemalloc.get_traced_memory()[1] < 10_000_000
-    finally:
-        tracemalloc.stop()
+    start_tracing()
+    with pytest.raises(ImageError, match=message):
+        decode_image(data, limit)
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
 
 
 def test_an_image_of_as_many_pixels_as_the_limit_is_decoded(pictures: Any) -> None:

@@ -17,6 +17,7 @@ from tests.sampling.sampling_answers import (
     log_p,
     same_drawn,
 )
+from tests.traced import start_tracing
 
 
 @pytest.mark.mutation(
@@ -119,9 +120,6 @@ def test_rows_have_their_own_random_numbers_in_whatever_parts_they_come(k: int) 
 
 def test_random_numbers_of_a_few_rows_take_their_own_memory() -> None:
     """Those of 1,024 rows were made: a prompt of two tokens with 2**24 alternatives took 128 GiB."""
-    tracemalloc.start()
-    try:
-        Draws(2**20, 1.0, 1).uniforms(1, 3)
-        assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
-    finally:
-        tracemalloc.stop()
+    start_tracing()
+    Draws(2**20, 1.0, 1).uniforms(1, 3)
+    assert tracemalloc.get_traced_memory()[1] < 20 * 2**20

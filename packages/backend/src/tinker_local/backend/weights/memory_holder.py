@@ -131,7 +131,7 @@ class MemoryHolder:
 
 
 def put(address: str, deposit: Deposit) -> None:
-    """Give the holder at `address` memory to keep, with other descriptors of it. RuntimeError if it does not take it."""
+    """Give the holder at `address` memory to keep, with descriptors of it. RuntimeError if it does not take it."""
     _ask(address, {"what": "put", "said": deposit.said}, deposit.files)
 
 
