@@ -131,7 +131,8 @@ def commit() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Those of `LONGEST` come first, of `TRACED` last. Of a test with the mark `rotated(n)` every nth case stays, by the commit."""
+    """Those of `LONGEST` come first, of `TRACED` last. Of a test with the mark `rotated(n)` every nth case stays, by
+    the commit."""
     places = {name: place for place, name in enumerate(LONGEST)} | {"traced": len(LONGEST) + 1}
     items.sort(key=lambda item: places.get(scope(item.nodeid), len(LONGEST)))
     if not os.environ[TURN]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinker_local.backend.models.gpu_plan import GATHERED, ModelSizes, StepSize, plan_gpu, step_sizes
+from tinker_local.backend.models.gpu_plan import GATHERED, USUAL, ModelSizes, StepSize, plan_gpu
 from tinker_local.backend.sampling.sampler import RESERVED
 from tinker_local.backend.training.run.block_memory import TowerSizes
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory, LayerMemory
@@ -132,14 +132,14 @@ def test_parts_never_exceed_what_is_free(free: Any, context: Any, tokens: Any, r
         assert found.kv_cache + found.activations + 2 * sizes.weight_bytes < free * GIB
 
 
-LARGE, SMALL = step_sizes(140 * GIB, "NVIDIA H200")
+LARGE, SMALL = USUAL.steps(140 * GIB, "NVIDIA H200")
 
 
 def test_steps_are_as_large_as_vllm_takes_them_on_a_card() -> None:
-    assert step_sizes(140 * GIB, "NVIDIA H200") == (StepSize(1024, 8192), StepSize(256, 2048))
-    assert step_sizes(79 * GIB, "NVIDIA H100 80GB HBM3") == (LARGE, SMALL)
-    assert step_sizes(79 * GIB, "NVIDIA A100-SXM4-80GB") == (SMALL,)
-    assert step_sizes(24 * GIB, "NVIDIA GeForce RTX 4090") == (SMALL,)
+    assert USUAL.steps(140 * GIB, "NVIDIA H200") == (StepSize(1024, 8192), StepSize(256, 2048))
+    assert USUAL.steps(79 * GIB, "NVIDIA H100 80GB HBM3") == (LARGE, SMALL)
+    assert USUAL.steps(79 * GIB, "NVIDIA A100-SXM4-80GB") == (SMALL,)
+    assert USUAL.steps(24 * GIB, "NVIDIA GeForce RTX 4090") == (SMALL,)
 
 
 HYBRID = dataclasses.replace(EIGHT, layers=32, linear=24, state_bytes=2 * 2**20)

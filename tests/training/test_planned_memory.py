@@ -69,7 +69,7 @@ def test_a_trainer_leaves_memory_to_others_and_what_it_has_in_use_stays(monkeypa
     def limit(free: float, reserved: float, allocated: float) -> float:
         numbers.update(mem_get_info=(int(free * gib), 80 * gib), memory_allocated=int(allocated * gib))
         numbers["memory_reserved"] = int(reserved * gib)
-        leave_spare_memory(device)
+        leave_spare_memory(device, gib)
         return limits[-1] * 80
 
     assert limit(free=30, reserved=20, allocated=16) == pytest.approx(49)
@@ -85,4 +85,4 @@ def test_a_trainer_leaves_memory_to_others_and_what_it_has_in_use_stays(monkeypa
     take_all_memory_again(device)
     assert limits[-1] == 0.25
     assert limit(free=60, reserved=16, allocated=16) == pytest.approx(20)
-    leave_spare_memory(torch.device("cpu"))
+    leave_spare_memory(torch.device("cpu"), gib)

@@ -429,7 +429,7 @@ class BackendOptions:
     ] = None
     gpu_memory_utilization: Annotated[
         float, CommandOption("Share of the GPU's free memory for trainer and vLLM together.", least=0.05, most=1.0)
-    ] = 0.95
+    ] = 0.98
     session_timeout: Annotated[
         float, CommandOption("Seconds without a heartbeat after which a session ends.", least=1)
     ] = 300.0

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tinker_local.backend.models.gpu_plan import COUNTED_RANK, SMALLER, USUAL, model_sizes, plan_gpu, step_sizes
+from tinker_local.backend.models.gpu_plan import COUNTED_RANK, SMALLER, USUAL, model_sizes, plan_gpu
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.training.run.block_memory import attention_memory, decoder_memory, mlp_memory
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory
@@ -182,7 +182,7 @@ class Fitting:
                     micro_batch_tokens=options.micro_batch_tokens or reserves.micro_batch_tokens,
                     max_rank=options.max_rank,
                     adapter_slots=reserves.adapter_slots,
-                    steps=step_sizes(int(gib * GIB), name),
+                    steps=reserves.steps(int(gib * GIB), name),
                     image_cache=reserves.image_cache if self._vision else 0,
                     logits=reserves.logits * ITEMSIZE,
                     adapters=reserves.adapters,

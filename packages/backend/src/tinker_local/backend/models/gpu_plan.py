@@ -26,13 +26,21 @@ _PAGE = 16
 """vLLM's blocks are multiples of so many positions."""
 _VOCABULARY_STEP = 64
 """vLLM has embeddings and LM heads of multiples of so many rows."""
-_RUNTIME = 3 * _GIB
-"""CUDA contexts of two processes, workspaces of libraries, CUDA graphs, fragmentation."""
+_RUNTIME = _GIB * 5 // 4
+"""CUDA contexts of two processes, workspaces of libraries, fragmentation."""
 GATHERED = 3
 """Whole layers that a rank of a sharded trainer has memory for: the one that runs, the next one, and, if NCCL gathers
 them, the same as it is received."""
 COUNTED_RANK = 32
 """The largest rank of these adapters."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """Maximum sequences and positions in one step of vLLM."""
+
+    sequences: int = 256
+    positions: int = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +156,7 @@ class ModelSizes:
         of_tower = 0 if self.tower is None else self.tower.widths
         return rank * (self.layers * widths + self.hidden + self.vocabulary + of_tower)
 
-    def step_bytes(self, step: "StepSize") -> int:
+    def step_bytes(self, step: StepSize) -> int:
         """Of one step of vLLM: a layer's activations, and logits, probabilities and noise in float32."""
         # Each expert of a position has its own copy of the hidden state, before and after.
         mlp = self.chosen * (4 * self.expert_width + 2 * self.hidden) if self.chosen else 4 * self.intermediate
@@ -157,31 +165,33 @@ class ModelSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class StepSize:
-    """Maximum sequences and positions in one step of vLLM."""
-
-    sequences: int = 256
-    positions: int = 2048
-
-
-@dataclass(frozen=True, slots=True)
 class Reserves:
     """What is set aside besides weights, activations and KV cache. `adapters`: that train, of `COUNTED_RANK` at most;
     more of them take memory from activations, which are then recomputed. `adapter_slots`: of vLLM, for adapters of
     the largest rank in one step. `image_cache`: bytes of image features, in both engines each. `logits`: numbers that
     exist at a time, in both engines. `micro_batch_tokens`: positions in one forward of the trainer, unless they are
-    chosen."""
+    chosen. `step`: of vLLM; None: what suits the card."""
 
     adapters: int = 4
     adapter_slots: int = 4
     image_cache: int = 2**30
     logits: int = CUDA_LOGITS
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    step: StepSize | None = None
+
+    def steps(self, total: int, name: str) -> Sequence[StepSize]:
+        """Steps for a card of `total` bytes, the largest first: by default vLLM's server takes the same."""
+        if self.step is not None:
+            return (self.step,)
+        if total >= 70 * _GIB and "a100" not in name.lower():
+            return (StepSize(1024, 8192), StepSize())
+        return (StepSize(),)
 
     def __str__(self) -> str:
         return (
             f"for adapters that are sampled in one step: {self.adapter_slots}, for image features: "
             f"{self.image_cache >> 20} MiB, for a micro-batch: {self.micro_batch_tokens:,} positions"
+            + ("" if self.step is None else f", for sequences that are sampled at a time: {self.step.sequences}")
         )
 
 
@@ -189,6 +199,8 @@ USUAL = Reserves()
 SMALLER = (
     Reserves(2, 2, image_cache=2**28, logits=2**27, micro_batch_tokens=4096),
     Reserves(1, 1, image_cache=2**27, logits=2**27, micro_batch_tokens=4096),
+    Reserves(1, 1, image_cache=2**27, logits=2**26, micro_batch_tokens=4096, step=StepSize(64, 2048)),
+    Reserves(1, 1, image_cache=2**27, logits=2**26, micro_batch_tokens=2048, step=StepSize(16, 1024)),
 )
 """For a GPU that both engines are on and whose memory is short for `USUAL`, in their order."""
 
@@ -196,19 +208,19 @@ SMALLER = (
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
     """`step` of vLLM. Bytes: `kv_cache` for vLLM, and `activations`, the trainer's limit without weights, adapters and
-    logits; 0 for what is not on the GPU. `micro_batch_tokens`: positions in one forward of the trainer."""
+    logits; 0 for what is not on the GPU; `spare`, which both leave to others. `micro_batch_tokens`: positions in one
+    forward of the trainer."""
 
     step: StepSize
     kv_cache: int
     activations: int
     micro_batch_tokens: int
+    spare: int
 
 
-def step_sizes(total: int, name: str) -> Sequence[StepSize]:
-    """Steps for a card of `total` bytes, the largest first: by default vLLM's server takes the same."""
-    if total >= 70 * _GIB and "a100" not in name.lower():
-        return (StepSize(1024, 8192), StepSize())
-    return (StepSize(),)
+def spare_bytes(free: int) -> int:
+    """Of a GPU with `free` bytes, what engines leave to others at any moment."""
+    return min(_GIB, free // 64)
 
 
 def model_sizes(config: Mapping[str, Any], parameters: int, itemsize: int) -> ModelSizes:
@@ -304,20 +316,21 @@ def plan_gpu(
     # One that is given and too small is the caller's to refuse.
     least_states = sizes.states_bytes(1) // sample_ranks if kv_cache is None else 0
     found: list[GpuPlan] = []
+    spare = spare_bytes(free)
     for step in steps:
         one_sequence = -(-sizes.sequence_bytes(context, step.positions) // sample_ranks)
         least_kv = (max(one_sequence, least_states) if kv_cache is None else kv_cache) if samples else 0
-        left = free - _RUNTIME - sampler - trainer - (sizes.step_bytes(step) if samples else 0)
+        left = free - _RUNTIME - spare - sampler - trainer - (sizes.step_bytes(step) if samples else 0)
         if left < least + least_kv:
             continue
         if not samples:
-            return GpuPlan(step, 0, left, micro_batch_tokens)
+            return GpuPlan(step, 0, left, micro_batch_tokens, spare)
         trained = min(max(least, min(most, left // 2)), left - least_kv)
         most_kv = max(least_kv, step.sequences * one_sequence) if kv_cache is None else kv_cache
         cache = min(left - trained, most_kv)
         sequences = sizes.sequences_with_states(cache * sample_ranks, step.sequences)
         found.append(
-            GpuPlan(replace(step, sequences=sequences), cache, left - cache if trains else 0, micro_batch_tokens)
+            GpuPlan(replace(step, sequences=sequences), cache, left - cache if trains else 0, micro_batch_tokens, spare)
         )
     if found:
         return max(found, key=lambda plan: plan.step.sequences)  # the first of those with as many

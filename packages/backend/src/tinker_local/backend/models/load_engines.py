@@ -508,6 +508,7 @@ def _load_real(
         activation_memory_bytes=placed.activation_bytes,
         logit_chunk_elements=placed.reserves.logits if gpus else None,
         image_cache_bytes=min(TRAINERS_IMAGES, placed.reserves.image_cache),
+        spare_bytes=placed.spare_bytes,
         module_gradient_norms=options.module_gradient_norms,
         decoder=options.decoder,
         shards=layout.shards,

@@ -17,7 +17,6 @@ from tinker_local.backend.models.gpu_plan import (
     Reserves,
     model_sizes,
     plan_gpu,
-    step_sizes,
 )
 from tinker_local.backend.models.placement import FIRST_GPU, ONE_GPU, Layout, layouts, replica_gpus
 from tinker_local.backend.options import CPU_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS, BackendOptions
@@ -41,13 +40,15 @@ class PlacedEngines:
     """`engines`: of each replica, with steps and a KV cache that fit its GPUs. All take the steps of the smallest.
     `activation_bytes`: the limit for activations of each trainer rank, that of the one with the least memory; None on
     a CPU, or if the KV cache has a given size. `micro_batch_tokens`: of each trainer rank, if the options leave them
-    open. `reserves`: that both engines were planned with. `refusal`: why one GPU has both although there are more."""
+    open. `reserves`: that both engines were planned with. `spare_bytes`: left to others on
+    each. `refusal`: why one GPU has both although there are more."""
 
     layout: Layout
     engines: "Sequence[EngineOptions]"
     activation_bytes: int | None = None
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
     reserves: Reserves = USUAL
+    spare_bytes: int = 2**30
     refusal: str = ""
 
     def __str__(self) -> str:
@@ -162,7 +163,8 @@ def sized(
     ]
     trained = [plans[gpu] for gpu in layout.trains_on]
     activations = min(plan.activations for plan in trained) if engine.kv_cache_bytes is None else None
-    return PlacedEngines(layout, engines, activations, min(plan.micro_batch_tokens for plan in trained), reserves)
+    tokens, spare = min(plan.micro_batch_tokens for plan in trained), min(plan.spare for plan in plans.values())
+    return PlacedEngines(layout, engines, activations, tokens, reserves, spare)
 
 
 def _replicas(layout: Layout) -> Sequence[Sequence[int]]:
@@ -216,7 +218,7 @@ def gpu_plans(
                 micro_batch_tokens=tokens,
                 max_rank=options.max_rank,
                 adapter_slots=reserves.adapter_slots,
-                steps=step_sizes(total, torch.cuda.get_device_name(gpu)),
+                steps=reserves.steps(total, torch.cuda.get_device_name(gpu)),
                 image_cache=reserves.image_cache if hasattr(config, "vision_config") else 0,
                 logits=reserves.logits * sizes.itemsize,
                 adapters=reserves.adapters,

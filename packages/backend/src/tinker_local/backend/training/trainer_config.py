@@ -18,7 +18,8 @@ class TrainerConfig:
     `activation_memory_bytes`: limit for activations; layers beyond it are recomputed in the backward. None: on CUDA
     what a full micro-batch takes, so that a longer sequence takes no more; on the CPU nothing is recomputed.
     `logit_chunk_elements`: maximum number of logits in memory at once (None: 2^28 on CUDA, 2^26 elsewhere).
-    `image_cache_bytes`: limit for image features cached on the device. `module_gradient_norms`: `optim_step` also
+    `image_cache_bytes`: limit for image features cached on the device. `spare_bytes`: of a GPU, left to others at any
+    moment. `module_gradient_norms`: `optim_step` also
     reports the norm of each module. `decoder`: runs the layers; "auto" means "written-out" if it supports them, else
     "autograd". `weights`: the kind of frozen matrices in layers and LM head, of `weights/kinds.py`. `shards`: how many
     ranks, in a row, hold one copy of the layers and of an untied LM head together, each a part; 1: all are whole on
@@ -37,6 +38,7 @@ class TrainerConfig:
     activation_memory_bytes: int | None = None
     logit_chunk_elements: int | None = None
     image_cache_bytes: int = TRAINERS_IMAGES
+    spare_bytes: int = 2**30
     module_gradient_norms: bool = False
     decoder: DecoderChoice = "auto"
     weights: str = "dense"

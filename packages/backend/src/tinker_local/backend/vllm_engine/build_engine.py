@@ -197,6 +197,10 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
             engine.lent = read
             if read.holder is not None and not runs_on_cpu():
                 read.check(engine)
+            if not runs_on_cpu():
+                import torch
+
+                torch.cuda.empty_cache()  # of its profile and warm-up, whose steps are larger than those that come
             engine.kept_by_dynamo = kept_by_dynamo() - kept_before
             patches.apply_to_engine(engine, events or patches.EngineEvents())
     return engine

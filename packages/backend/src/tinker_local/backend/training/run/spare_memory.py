@@ -3,15 +3,12 @@ moment. torch's allocator would keep whatever it once had, up to the last byte."
 
 import torch
 
-SPARE_BYTES = 2**30
-"""Of a GPU, that the trainer leaves free."""
-
 _shares: dict[torch.device, float] = {}
 """Of each device, what `leave_spare_memory` set last."""
 
 
-def leave_spare_memory(device: torch.device) -> None:
-    """From now on, let this process take what is free on `device` but `SPARE_BYTES`. What torch's allocator keeps for
+def leave_spare_memory(device: torch.device, spare: int) -> None:
+    """From now on, let this process take what is free on `device` but `spare` bytes. What torch's allocator keeps for
     later is given back if less than that is free. What is in use stays.
 
     The limit is torch's: an allocation beyond it first frees what is cached, and then is out of memory as if the GPU
@@ -22,10 +19,10 @@ def leave_spare_memory(device: torch.device) -> None:
     if torch.cuda.get_per_process_memory_fraction(device.index) not in (1.0, _shares.get(device)):
         return
     free, total = torch.cuda.mem_get_info(device)
-    if free < SPARE_BYTES and cached_bytes(device):
+    if free < spare and cached_bytes(device):
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
-    allowed = max(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device) + free - SPARE_BYTES)
+    allowed = max(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device) + free - spare)
     torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device.index)
     _shares[device] = torch.cuda.get_per_process_memory_fraction(device.index)
 

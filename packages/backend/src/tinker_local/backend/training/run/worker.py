@@ -83,6 +83,7 @@ class HFTrainer:
         self._runner = MicroBatchRunner(loaded, config, row_ranks)
         self._float = self._runner.float_dtype
         self._module_gradient_norms = config.module_gradient_norms
+        self._spare_bytes = config.spare_bytes
         self._adapters: dict[str, Adapter] = {}
         self._ranks = ranks
         self._passes = Passes(
@@ -101,13 +102,16 @@ class HFTrainer:
 
     # Adapters -------------------------------------------------------------------------------------------------------
 
+    def _leave_spare_memory(self) -> None:
+        leave_spare_memory(self._loaded.device, self._spare_bytes)
+
     def adapter_bytes(self, config: LoraConfig, optimizer: str = "adamw") -> int:
         """Bytes of weights, gradient and optimizer state."""
         return self._layout(config)[-1].stop * OPTIMIZERS[optimizer].bytes_per_parameter(int(self._float.itemsize))
 
     def create_adapter(self, adapter_id: str, config: LoraConfig, optimizer: str = "adamw") -> None:
         """Create an adapter with B = 0; InvalidRequestError if its rank or flags are invalid."""
-        leave_spare_memory(self._loaded.device)
+        self._leave_spare_memory()
         if adapter_id in self._adapters:
             raise ValueError(f"adapter {adapter_id} exists")
         specs = self._layout(config)
@@ -120,7 +124,7 @@ class HFTrainer:
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
         """Create or replace an adapter; discards its accumulated gradient."""
-        leave_spare_memory(self._loaded.device)
+        self._leave_spare_memory()
         self._adapters[adapter_id] = self._ranks.together(lambda: self._loaded_adapter(state))
 
     def _loaded_adapter(self, state: AdapterState) -> Adapter:
@@ -148,7 +152,7 @@ class HFTrainer:
 
     def copy_adapter(self, adapter_id: str, copy_id: str) -> AdapterLayout:
         """Where the device's memory is short, the copy is on the host."""
-        leave_spare_memory(self._loaded.device)
+        self._leave_spare_memory()
         adapter = self._adapter(adapter_id)
         try:
             copied = adapter.copied(torch.clone)
@@ -181,7 +185,7 @@ class HFTrainer:
 
     def optim_step(self, adapter_id: str, params: Frozen) -> dict[str, float]:
         """See `Trainer.optim_step`."""
-        leave_spare_memory(self._loaded.device)
+        self._leave_spare_memory()
         adapter = self._adapter(adapter_id)
         gradient, adapter.gradient = adapter.gradient, None
         stepped, norms = self._ranks.together(lambda: self._stepped(adapter, gradient, params))
@@ -221,7 +225,7 @@ class HFTrainer:
 
     def forward_backward(self, work: Sequence[TrainWork]) -> list[TrainResult | ApiError]:
         """See `Trainer.forward_backward`. Requests without a gradient are packed separately."""
-        leave_spare_memory(self._loaded.device)
+        self._leave_spare_memory()
         forward, backward, results = self._ranks.together(lambda: self._sorted(work))
         tally = self._passes.run(forward, gradient=False)
         results |= {at: tally.result(at) for at in forward}
@@ -231,7 +235,7 @@ class HFTrainer:
     def logprobs(self, adapter_id: str | None, *inputs: RenderedInput, nudge: int = 0) -> npt.NDArray[np.float32]:
         """log p(token[i+1] | tokens[..i]), float32 [N-1] of each input, concatenated. All inputs share one row.
         `nudge`: see `Trainer.logprobs`."""
-        leave_spare_memory(self._loaded.device)
+        self._leave_spare_memory()
         adapters = {} if adapter_id is None else {adapter_id: self._adapter(adapter_id)}
         items = []
         for at, each in enumerate(inputs):
