@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from tinker_local.backend.models.fitting import SHAPES, row
+from tinker_local.backend.models.fitting import COLUMNS, SHAPES, row
 
 PAGE = Path(__file__).parent.parent / "README.md"
-HEAD = "| model | smallest GPU | longest context there | on an H200 |\n| --- | --- | ---: | ---: |\n"
+HEAD = f"| model | {' | '.join(COLUMNS)} |\n| --- |{' ---: |' * len(COLUMNS)}\n"
 
 
 def rows(page: str) -> list[str]:

@@ -211,6 +211,9 @@ def test_log_metrics_and_status_work_on_a_running_server_on_fakes(fake_server: S
     assert shown.exit_code == 0, shown.output
     assert run.model_id in shown.output
     assert " 1         1        2 " in shown.output  # steps, unsaved, tokens
+    checked = CliRunner().invoke(main, ["status", "--url", fake_server.url, "--check-weights"])
+    assert checked.exit_code == 0
+    assert "trainer and sampler have a copy each" in checked.output
     narrow = CliRunner().invoke(main, ["status", "--url", fake_server.url], env={"COLUMNS": "80"}).output.splitlines()
     at = next(at for at, line in enumerate(narrow) if line.startswith(f"{run.model_id}  fake/bigram, rank 4"))
     assert narrow[at + 1].startswith("  1 step (1 unsaved), 2 tokens, loss ")
@@ -219,6 +222,29 @@ def test_log_metrics_and_status_work_on_a_running_server_on_fakes(fake_server: S
         outcome = CliRunner().invoke(main, ["status", "--url", url])
         assert outcome.exit_code != 0
         assert words in outcome.output
+
+
+async def test_status_checks_the_frozen_weights_when_it_is_asked_to_on_fakes(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "weights" not in (await api.get("status")).json()
+    (apart,) = (await api.get("status", check_weights=True)).json()["weights"]
+    assert status_command._weights(apart) == (
+        "frozen weights: trainer and sampler have a copy each, and are compared at a start alone"
+    )
+    monkeypatch.setattr(api.trainer, "check_weights", lambda: 43, raising=False)
+    (whole,) = (await api.get("status", check_weights=True)).json()["weights"]
+    assert status_command._weights(whole).startswith("frozen weights: 43 shared matrices are what was written (0.")
+
+    def changed() -> int:
+        raise RuntimeError("the frozen weights have changed in memory: lm_head.weight")
+
+    monkeypatch.setattr(api.trainer, "check_weights", changed, raising=False)
+    found = (await api.get("status", check_weights=True)).json()
+    assert found["problems"] == [
+        "fake/bigram: the frozen weights have changed in memory: lm_head.weight; start the server again"
+    ]
+    assert status_command._weights(found["weights"][0]) == ""
 
 
 def test_status_says_where_a_start_went_and_what_of_a_gpu_is_cache() -> None:

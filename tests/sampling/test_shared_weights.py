@@ -301,8 +301,18 @@ async def test_a_server_shares_what_it_is_asked_to(
     )
     backend = InProcessBackend([ModelSource("tiny", model)], options, progress=said.append)
     await backend.start()
+    (base,) = backend.models.distinct()
+    checks = [await base.check_weights()]
+    if place == "inline" and shared == "always" and not cause:
+        sums = base.engines.trainer._loaded.shared.sums
+        sums[next(iter(sums))] ^= 1
+        checks.append(await base.check_weights())
     await backend.close()
     assert any("trainer and sampler agree to" in line for line in said)
+    assert (checks[0].problem, checks[0].matrices) == ("", 6 * 7 + 1 if shared == "always" and not cause else 0)
+    for check in checks[1:]:
+        assert check.problem.startswith("tiny: the frozen weights have changed in memory: ")
+        assert check.problem.endswith("; start the server again")
     together = [line for line in said if "trainer and sampler share" in line]
     assert len(together) == (1 if shared == "always" and not cause else 0)  # auto is for a GPU
     apart = [line for line in said if "a copy of the weights each" in line]

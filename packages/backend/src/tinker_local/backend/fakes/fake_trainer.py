@@ -126,6 +126,10 @@ class FakeTrainer:
         """None: it has no device."""
         return 0
 
+    def check_weights(self) -> int:
+        """None: it shares nothing."""
+        return 0
+
     def adapter_bytes(self, config: LoraConfig, optimizer: str = "adamw") -> int:
         """float64 weights, gradients and optimizer state."""
         per_module = config.rank * (self._model.num_features + self._model.vocab_size)

@@ -50,8 +50,9 @@ class MetricsBody(Frozen):
 
 
 @router.get("/status")
-async def status(request: Request, backend: Backend) -> dict[str, Any]:
-    """The live runs of the caller, and to those who see all: how busy each base model is, and memory."""
+async def status(request: Request, backend: Backend, check_weights: bool = False) -> dict[str, Any]:
+    """The live runs of the caller, and to those who see all: how busy each base model is, and memory. `check_weights`:
+    also whether the frozen weights that both engines read are what was written, which waits for a running step."""
     caller = caller_of(request)
     runs = [run for run in backend.runs.all_live() if caller.admin or run.owner == caller.owner]
     ephemeral = backend.sampling.ephemeral.of_runs()
@@ -64,6 +65,10 @@ async def status(request: Request, backend: Backend) -> dict[str, Any]:
     }
     if sees_all(request):
         found["models"] = [model_json(model) for model in backend.models.distinct()]
+        if check_weights:
+            checks = [await model.check_weights() for model in backend.models.distinct()]
+            found["weights"] = [asdict(check) for check in checks]
+            found["problems"] += [check.problem for check in checks if check.problem]
         found["seconds_up"] = time.monotonic() - STARTED
         memory = await memory_in_use()
         found["memory_bytes"] = memory.processes

@@ -20,8 +20,34 @@ ITEMSIZE = 2
 STEP = 1024
 """Positions, to whose multiples a context is rounded down."""
 
-GPUS = {"L4": 22.0, "RTX 4090": 23.5, "A100 40GB": 39.4, "L40S": 44.4, "A100 80GB": 79.2, "H100": 79.2, "H200": 139.8}
-"""GiB that CUDA says that they have."""
+GPUS = {
+    "RTX 3060": 11.6,
+    "RTX 4060 Ti 16GB": 15.6,
+    "L4": 22.0,
+    "A10": 22.0,
+    "RTX 3090": 23.5,
+    "RTX 4090": 23.5,
+    "RTX 5090": 31.3,
+    "A100 40GB": 39.4,
+    "L40S": 44.4,
+    "RTX A6000": 47.4,
+    "A100 80GB": 79.2,
+    "H100": 79.2,
+    "H200": 139.8,
+    "B200": 178.3,
+}
+"""GiB that CUDA says that they have, or a little less."""
+COLUMNS = {
+    "12 GB: 3060": "RTX 3060",
+    "16 GB: 4060 Ti": "RTX 4060 Ti 16GB",
+    "22 GiB: L4, A10": "L4",
+    "24 GB: 3090, 4090": "RTX 4090",
+    "32 GB: 5090": "RTX 5090",
+    "48 GB: L40S, A6000": "L40S",
+    "80 GB: A100, H100": "H100",
+    "141 GB and more: H200, B200": "H200",
+}
+"""Of README's table: the card that has least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +222,7 @@ class Fitting:
 
 
 def row(name: str) -> str:
-    """Of the table of README, for one of `SHAPES`: the smallest of `GPUS`, the longest context on it and on an H200."""
+    """Of the table of README, for one of `SHAPES`: the longest context on each card of `COLUMNS`, if it fits there."""
     fitting = Fitting.known(name)
-    for gpu, gib in GPUS.items():
-        if here := fitting.on(gib, gpu).context:
-            return f"| {name} | {gpu} | {here:,} | {fitting.on(GPUS['H200'], 'H200').context:,} |"
-    return f"| {name} | several | | |"
+    contexts = [fitting.on(GPUS[gpu], gpu).context for gpu in COLUMNS.values()]
+    return f"| {name} | {' | '.join(f'{context:,}' if context else '–' for context in contexts)} |"

@@ -95,6 +95,15 @@ EngineLoader = Callable[[ModelSource, BackendOptions], Engines]
 Progress = Callable[[str], None]
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsCheck:
+    """`matrices`: that both engines read and that are what was written. `problem`: what is not, or empty."""
+
+    matrices: int
+    seconds: float
+    problem: str
+
+
 @dataclass(slots=True, eq=False)
 class ServedModel:
     """One copy of a base model's weights with its engines and scheduler.
@@ -219,6 +228,15 @@ class ServedModel:
         reached = Reached(length, worst_part.difference)
         write_verdict(verdict, reached)
         return reached
+
+    async def check_weights(self) -> WeightsCheck:
+        """Whether the frozen weights that both engines read are what was written."""
+        start = time.monotonic()
+        try:
+            matrices, problem = await self.scheduler.call(self.engines.trainer.check_weights), ""
+        except RuntimeError as error:
+            matrices, problem = 0, f"{self.names[0]}: {error}; start the server again"
+        return WeightsCheck(matrices, time.monotonic() - start, problem)
 
     async def check_agreement(self, max_image_pixels: int) -> Comparison:
         """Make the probes; ValueError in one line if trainer and sampler compute the base model differently.

@@ -78,6 +78,10 @@ class Trainer(Protocol):
         """Of the device's memory, what is in use for nothing and given back when others need it. May be read from any
         thread."""
 
+    def check_weights(self) -> int:
+        """Compute the checksums of all matrices that a sampler reads too, and return how many there are. RuntimeError
+        if one is not what was written."""
+
     def adapter_bytes(self, config: LoraConfig, optimizer: str = "adamw") -> int:
         """Bytes of an adapter's weights, gradients and optimizer state. May be called from any thread at any time."""
 

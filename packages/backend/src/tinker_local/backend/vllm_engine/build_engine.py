@@ -245,7 +245,7 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
     if options.kv_cache_bytes is not None or on_cpu:
         arguments["kv_cache_memory_bytes"] = options.kv_cache_bytes or 256 * _MIB
         # Does not size the cache then, but vLLM refuses to start where less than this share of the card is free.
-        arguments["gpu_memory_utilization"] = 0.05
+        arguments["gpu_memory_utilization"] = 0.01
     else:
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
     if not on_cpu and importlib.util.find_spec("flashinfer") is None:

@@ -22,9 +22,10 @@ FileNames = Callable[[Any, Mapping[int, int]], Mapping[str, Place]]
 """Where the tensors of a model's files are in the pieces; see `file_names.py`."""
 
 
-def share_matrices(model: Any, source: str, device: torch.device, holder: str, file_names: FileNames) -> None:
+def share_matrices(model: Any, source: str, device: torch.device, holder: str, file_names: FileNames) -> SharedMatrices:
     """Put all matrices of transformers' frozen `model`, read from `source` into the host's memory, into memory of
-    `device` that the holder at the address `holder` keeps. If a trainer before this one has put them there, read those.
+    `device` that the holder at the address `holder` keeps, and return them. If a trainer before this one has put them
+    there, read those.
 
     Its parameters are the same objects afterwards. RuntimeError if what is there is another model, has changed, or was
     read from other files.
@@ -39,7 +40,7 @@ def share_matrices(model: Any, source: str, device: torch.device, holder: str, f
         finally:
             for file in files:
                 os.close(file)
-        return
+        return matrices
     try:
         matrices = SharedMatrices.mapped(deposit, device)
     finally:
@@ -49,6 +50,7 @@ def share_matrices(model: Any, source: str, device: torch.device, holder: str, f
         raise RuntimeError(f"the files of {source} are not those that the sampler's weights were read from")
     matrices.verify()
     _replace(model, matrices)
+    return matrices
 
 
 def _read_from(source: str) -> list[list[str | int]]:

@@ -27,6 +27,7 @@ from tinker_local.backend.weight_files import folder_of
 from tinker_local.backend.weights.frozen_matrix import FrozenMatrix
 from tinker_local.backend.weights.kinds import maker_of
 from tinker_local.backend.weights.large_weights import RESIDENT, LargeWeights
+from tinker_local.backend.weights.lent_weights import SharedMatrices
 from tinker_local.backend.weights.memory_holder import refuse
 from tinker_local.backend.weights.share_matrices import share_matrices
 from tinker_local.backend.weights.shared_memory import CannotShareError
@@ -42,7 +43,7 @@ class LoadedModel:
     """`model`: transformers' whole model. `decoder`: runs from its embeddings to its LM head, whose matrix is `head`
     [V, H]. `tower`: of models that read images. `weights`: where those of decoder and head are. `kernels`: the
     operations of both besides matmuls. `logit_rule`: what follows the LM head. `max_positions`: the most of a
-    sequence."""
+    sequence. `shared`: the matrices, if a sampler reads them too."""
 
     model: Any
     decoder: Decoder
@@ -56,6 +57,7 @@ class LoadedModel:
     max_positions: int
     dtype: torch.dtype
     device: torch.device
+    shared: SharedMatrices | None = None
 
     @property
     def tied_head(self) -> bool:
@@ -183,7 +185,7 @@ def load_model(settings: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> Lo
     place = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = DTYPES[settings.dtype or ("bfloat16" if place.type == "cuda" else "float32")]
     with stage("weights"):
-        model, weights = _load(settings, config, family, chosen, place)
+        model, weights, shared = _load(settings, config, family, chosen, place)
     own = text_config.max_position_embeddings
     max_positions = min(settings.max_context_length or own, own)
     _fix_frequencies(model.get_submodule(family.decoder_path), max_positions)
@@ -208,6 +210,7 @@ def load_model(settings: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> Lo
         max_positions=max_positions,
         dtype=chosen,
         device=place,
+        shared=shared,
     )
 
 
@@ -227,13 +230,13 @@ def _compare_head(head: FrozenMatrix, module: torch.nn.Linear, where: str) -> No
 
 def _load(
     settings: TrainerConfig, config: Any, family: Family, dtype: torch.dtype, device: torch.device
-) -> tuple[Any, LargeWeights]:
-    """transformers' model, frozen, and where its large weights are."""
+) -> tuple[Any, LargeWeights, SharedMatrices | None]:
+    """transformers' model, frozen, where its large weights are, and those that a sampler reads too."""
     path = settings.model
     if settings.shards > 1:
         from tinker_local.backend.training.parallel.load_sharded import load_sharded
 
-        return load_sharded(path, config, family, dtype, device, settings.shards)
+        return *load_sharded(path, config, family, dtype, device, settings.shards), None
     model, info = getattr(transformers, family.auto_class).from_pretrained(
         path, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
     )
@@ -244,11 +247,12 @@ def _load(
         )
     check_found(model, path, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
     model = model.eval().requires_grad_(False)
+    shared = None
     if settings.shared_weights is not None:
         with stage("shared"):
             try:
                 names = functools.partial(places_in_files, source=path)
-                share_matrices(model, path, device, settings.shared_weights, names)
+                shared = share_matrices(model, path, device, settings.shared_weights, names)
             except CannotShareError as error:
                 refuse(settings.shared_weights, str(error))
                 raise
@@ -256,7 +260,7 @@ def _load(
     model = model.to(device)
     with stage("numbers checked"):
         check_finite(model, path, folder_of(path))
-    return model, RESIDENT
+    return model, RESIDENT, shared
 
 
 def _fix_frequencies(modules: Any, max_positions: int) -> None:

@@ -100,6 +100,14 @@ class HFTrainer:
         """Of the device, kept by torch's allocator for later."""
         return cached_bytes(self._loaded.device)
 
+    def check_weights(self) -> int:
+        """See `Trainer.check_weights`."""
+        shared = self._loaded.shared
+        if shared is None:
+            return 0
+        shared.verify()
+        return len(shared.sums)
+
     # Adapters -------------------------------------------------------------------------------------------------------
 
     def _leave_spare_memory(self) -> None:
