@@ -212,6 +212,16 @@ def test_with_a_fake_engine_the_thread_sleeps_when_there_is_nothing_to_do(fakes:
     assert built[0].steps == steps
 
 
+def test_with_a_fake_engine_it_rests_whenever_nothing_is_in_flight() -> None:
+    thread, vllm, steps = EngineThread(), FakeVLLM(), list[int]()
+    engine = thread.add_engine("fake", lambda: vllm, lambda _: None, rest=lambda: steps.append(vllm.steps)).result(10)
+    for _ in range(2):
+        submit(thread, engine).result(10)
+        thread.between_steps().result(10)
+    thread.stop()
+    assert {*steps} == {0, 3, 6}
+
+
 def test_with_a_fake_engine_a_refused_request_fails_alone_and_leaves_nothing_behind(fakes: Any) -> None:
     thread, engine, built = fakes
     go = pause(thread, engine)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tinker_local.backend.spare_memory import give_back_if_short, leave_spare_memory, take_all_memory_again
 from tinker_local.backend.training.model.load_model import decoder_of_sizes
 from tinker_local.backend.training.run.recompute_policy import free_bytes
-from tinker_local.backend.training.run.spare_memory import leave_spare_memory, take_all_memory_again
 
 FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "gemma3_text", "qwen3", "qwen3_untied", "qwen2_5_vl", "qwen3_vl")
 
@@ -85,4 +85,9 @@ def test_a_trainer_leaves_memory_to_others_and_what_it_has_in_use_stays(monkeypa
     take_all_memory_again(device)
     assert limits[-1] == 0.25
     assert limit(free=60, reserved=16, allocated=16) == pytest.approx(20)
+    numbers.update(mem_get_info=(gib, 80 * gib), memory_reserved=3 * gib, memory_allocated=2 * gib)
+    give_back_if_short(device, gib)
+    assert numbers["mem_get_info"][0] == gib
+    give_back_if_short(device, gib + 1)
+    assert numbers["mem_get_info"][0] == 2 * gib
     leave_spare_memory(torch.device("cpu"), gib)

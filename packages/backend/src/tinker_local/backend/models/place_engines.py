@@ -158,6 +158,7 @@ def sized(
             max_batched_tokens=positions,
             adapters_per_step=reserves.adapter_slots,
             image_cache_bytes=reserves.image_cache,
+            spare_bytes=min(plans[gpu].spare for gpu in of_replica),
         )
         for of_replica in _replicas(layout)
     ]

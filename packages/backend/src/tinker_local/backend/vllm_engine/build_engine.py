@@ -51,7 +51,7 @@ class EngineOptions:
     each a process with a share of every layer (`rank_leader.py`); `kv_cache_bytes` is that of one. `train_vision`:
     adapters may change the vision tower, which also takes `max_rank` in each slot. `shared_weights`: the address of a
     `MemoryHolder` with the matrices of a trainer on the same device, which the engine then reads where it can
-    (`shared_weights.py`).
+    (`shared_weights.py`). `spare_bytes`: of a GPU, left to others while nothing is sampled.
     """
 
     model: str
@@ -70,6 +70,7 @@ class EngineOptions:
     ranks: int = 1
     train_vision: bool = False
     shared_weights: str | None = None
+    spare_bytes: int = 0
 
 
 def prepare_environment() -> None:

@@ -80,14 +80,20 @@ class Engine:
     """An engine and the requests in it. Only its `EngineThread` calls the methods.
 
     `restarts`: how often it was rebuilt after an exception in a step. `in_flight`: the group of each unfinished
-    sequence, by the sequence's id.
+    sequence, by the sequence's id. `rest` is called when the thread has nothing to step.
     """
 
     def __init__(
-        self, name: str, build: Callable[[], Any], release: Callable[[Any], None], settle: "Settle | None" = None
+        self,
+        name: str,
+        build: Callable[[], Any],
+        release: Callable[[Any], None],
+        settle: "Settle | None" = None,
+        rest: Callable[[], None] = ignore_begin,
     ) -> None:
         self.name = name
         self.restarts = 0
+        self.rest = rest
         self._build = build
         self._release = release
         self._settle = settle
@@ -167,11 +173,16 @@ class EngineThread:
         self._thread.start()
 
     def add_engine(
-        self, name: str, build: Callable[[], Any], release: Callable[[Any], None], settle: Settle | None = None
+        self,
+        name: str,
+        build: Callable[[], Any],
+        release: Callable[[Any], None],
+        settle: Settle | None = None,
+        rest: Callable[[], None] = ignore_begin,
     ) -> Future[Engine]:
         """Build an engine on the thread, which steps no other in the meantime. `release` frees one; `settle` is called
-        before each step."""
-        engine = Engine(name, build, release, settle)
+        before each step, and `rest` when there is nothing to step."""
+        engine = Engine(name, build, release, settle, rest)
 
         def add() -> Engine:
             engine.live()
@@ -289,6 +300,8 @@ class EngineThread:
             idle = not any(engine.in_flight for engine in self._engines)
             if idle and self._commands.empty():
                 leave_pool()
+                for engine in self._engines:
+                    engine.rest()
             try:
                 command = self._commands.get(block=idle)
             except queue.Empty:

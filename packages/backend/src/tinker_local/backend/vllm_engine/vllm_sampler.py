@@ -9,15 +9,23 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.sampling.process_sampler import SamplerSeat
 from tinker_local.backend.sampling.prompt_scores import prompt_questions
 from tinker_local.backend.sampling.sampler import SampleWork
+from tinker_local.backend.spare_memory import give_back_if_short
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.vllm_engine import sleep_mode
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions, build_engine
-from tinker_local.backend.vllm_engine.compat_vllm import default_dtype, kv_cache_used, masks_of, sequences_running
+from tinker_local.backend.vllm_engine.compat_vllm import (
+    default_dtype,
+    kv_cache_used,
+    masks_of,
+    runs_on_cpu,
+    sequences_running,
+)
 from tinker_local.backend.vllm_engine.engine_inputs import (
     TokenStream,
     engine_params,
@@ -58,7 +66,11 @@ class VLLMSampler:
         self.can_sleep = self.asleep = False
         build = partial(self._build, options)
         self._engine: Engine = thread.add_engine(
-            options.model, build, self._release, lambda engine: masks_of(engine).settle()
+            options.model,
+            build,
+            self._release,
+            lambda engine: masks_of(engine).settle(),
+            partial(self._rest, options.spare_bytes),
         ).result()
         config = thread.call(self._engine, lambda engine: engine.model_config).result()
         self.max_context_length: int = config.max_model_len
@@ -88,6 +100,12 @@ class VLLMSampler:
     def _release(self, engine: Any) -> None:
         self._adapters.detach()
         release_engine(engine)
+
+    def _rest(self, spare: int) -> None:
+        """Nothing is sampled: what steps took of a GPU is for others."""
+        if not self.asleep and not runs_on_cpu():
+            with contextlib.suppress(RuntimeError):  # of a device that no longer works, which the next step says
+                give_back_if_short(torch.device("cuda"), spare)
 
     def _note_encoded(self, images: int) -> None:
         self._images_encoded += images

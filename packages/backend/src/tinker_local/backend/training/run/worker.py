@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from tinker_local.backend.adapters.adapter import WEIGHTS_VECTOR, AdapterDType, AdapterLayout, AdapterState
 from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.spare_memory import cached_bytes, leave_spare_memory, take_all_memory_again
 from tinker_local.backend.training.kernels import delta_rule
 from tinker_local.backend.training.lora import lora
 from tinker_local.backend.training.lora.lora import Adapter, TensorSpec
@@ -38,7 +39,6 @@ from tinker_local.backend.training.run import nudging
 from tinker_local.backend.training.run.micro_batch import MicroBatchRunner
 from tinker_local.backend.training.run.packing import Item
 from tinker_local.backend.training.run.passes import Passes, release_unused_memory
-from tinker_local.backend.training.run.spare_memory import cached_bytes, leave_spare_memory, take_all_memory_again
 from tinker_local.backend.training.run.tally import Tally
 from tinker_local.backend.training.run.token_budget import TokenBudget
 from tinker_local.backend.training.run.transfer import to_host

@@ -18,13 +18,17 @@ def leave_spare_memory(device: torch.device, spare: int) -> None:
         return
     if torch.cuda.get_per_process_memory_fraction(device.index) not in (1.0, _shares.get(device)):
         return
+    give_back_if_short(device, spare)
     free, total = torch.cuda.mem_get_info(device)
-    if free < spare and cached_bytes(device):
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(device)
     allowed = max(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device) + free - spare)
     torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device.index)
     _shares[device] = torch.cuda.get_per_process_memory_fraction(device.index)
+
+
+def give_back_if_short(device: torch.device, spare: int) -> None:
+    """Give what torch's allocator keeps for later back to `device` if less than `spare` bytes are free there."""
+    if device.type == "cuda" and cached_bytes(device) and torch.cuda.mem_get_info(device)[0] < spare:
+        torch.cuda.empty_cache()
 
 
 def take_all_memory_again(device: torch.device) -> None:

@@ -1,0 +1,158 @@
+"""Trainer and sampler read one copy of the weights, and one of them, or both, is killed at any moment of a gradient, a
+step, a save, a new sampler version and a sample: what was acknowledged is there, and each number is the usual one."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.process.process_group import ProcessEndedError
+from tinker_local.types import ApiError, LoraConfig
+
+from tests.e2e.test_trainer_restarts import ADAM, DATA, GREEDY, PROMPT, trained
+
+KILLS = int(os.environ.get("ONE_COPY_KILLS", "6"))
+STAGES = ("gradient", "step", "save", "version", "sample")
+VICTIMS = ("trainer", "sampler", "both")
+STEPS = 2
+"""That a run takes in a round."""
+
+
+def working(call: Callable[[], None]) -> None:
+    """Make `call`, again as long as it fails since an engine has just ended, which the server may not have seen."""
+    until = time.monotonic() + 120
+    while True:
+        try:
+            call()
+        except (ApiError, ProcessEndedError):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        else:
+            return
+
+
+class Rounds:
+    """Runs that begin from one checkpoint. Of an undisturbed one: `losses` of its steps, and `samples` before the first
+    and after each."""
+
+    def __init__(self, driver: Any, name: str) -> None:
+        self._driver = driver
+        self._base = driver.backend.models.get(name)
+        model = driver.create(name, LoraConfig(rank=4, seed=7))
+        trained(driver, model, 2)
+        self._start = driver.save(model, "start")
+        self.outcomes: Counter[tuple[str, str, str]] = Counter()
+        self._saves = 0
+        model = self._new_run()
+        self._losses, self._samples, self._seconds = [], [self._sampled(driver.sampler(model))], {}
+        for stage in ("gradient", "step", "save", "version", "sample"):
+            prepared, began = self._prepared(stage), time.monotonic()
+            prepared()
+            self._seconds[stage] = time.monotonic() - began
+        for _ in range(STEPS):
+            self._losses.append(driver.gradient(model, DATA, "cross_entropy")[1])
+            driver.step(model, ADAM)
+            self._samples.append(self._sampled(driver.sampler(model)))
+
+    def _new_run(self) -> Any:
+        return self._driver.resume(self._start, optimizer=True)
+
+    def _sampled(self, sampler: Any) -> tuple[list[int], list[float]]:
+        tokens, logprobs, _ = self._driver.sample(sampler, PROMPT, 1, GREEDY)[0]
+        return tokens, np.asarray(logprobs).tolist()
+
+    def _prepared(self, stage: str) -> Callable[[], Any]:
+        """A call of `stage` in a new run; each but the first two come after one step, which is acknowledged."""
+        driver, run = self._driver, self._new_run()
+        if stage == "gradient":
+            return lambda: driver.gradient(run, DATA, "cross_entropy")[1]
+        driver.gradient(run, DATA, "cross_entropy")
+        if stage == "step":
+            return lambda: driver.step(run, ADAM)["grad_norm"]
+        driver.step(run, ADAM)
+        if stage == "save":
+            self._saves += 1
+            name = f"saved-{self._saves}"
+            return lambda: driver.save(run, name)
+        if stage == "version":
+            return lambda: driver.sampler(run)
+        sampler = driver.sampler(run)
+        return lambda: self._sampled(sampler)
+
+    def disturb(self, stage: str, victim: str, moment: float) -> None:
+        """Kill `victim` at `moment` of a call of `stage`, 0 where it begins and 1 about where it ends."""
+        call, driver = self._prepared(stage), self._driver
+        with ThreadPoolExecutor(1) as pool:
+            begun = threading.Event()
+
+            def begin() -> Any:
+                begun.set()
+                return call()
+
+            running = pool.submit(begin)
+            begun.wait()
+            time.sleep(moment * self._seconds[stage])
+            engines = self._base.engines
+            processes = {"trainer": engines.trainer, "sampler": engines.sampler._sampler}
+            for name in processes if victim == "both" else (victim,):
+                os.kill(processes[name].pids[0], signal.SIGKILL)
+            try:
+                result = running.result(300)
+            except (ApiError, ProcessEndedError):
+                self.outcomes[stage, victim, "refused"] += 1
+            else:
+                self.outcomes[stage, victim, "answered"] += 1
+                working(lambda: self._check(stage, result))
+        working(self._all_as_usual)
+        assert driver.backend.problems() == []
+
+    def _all_as_usual(self) -> None:
+        run = self._new_run()
+        assert trained(self._driver, run, STEPS) == self._losses
+        assert self._sampled(self._driver.sampler(run)) == self._samples[STEPS]
+
+    def _check(self, stage: str, result: Any) -> None:
+        """That what was answered is right, and is there after the kill."""
+        if stage == "gradient":
+            assert result == self._losses[0]
+        if stage == "save":
+            run = self._driver.resume(result, optimizer=True)
+            assert trained(self._driver, run, STEPS - 1) == self._losses[1:]
+        if stage == "version":
+            assert self._sampled(result) == self._samples[1]
+        if stage == "sample":
+            assert result == self._samples[1]
+
+
+@pytest.mark.more
+@pytest.mark.timeout(7200)
+def test_no_kill_loses_what_was_acknowledged_or_changes_a_number(
+    start_in_process: Any, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """ONE_COPY_KILLS=100 for as many."""
+    options = BackendOptions(
+        data_dir=tmp_path / "data",
+        trainer="process",
+        sampler="process",
+        shared_weights="always",
+        max_rank=8,
+        kv_cache_bytes=2**28,
+        max_context_length=256,
+        sampler_sleeps=False,
+    )
+    backend = InProcessBackend([ModelSource("tiny/text", str(tiny_models["tiny/text"]))], options)
+    rounds, chance = Rounds(start_in_process(backend), "tiny/text"), random.Random(KILLS)
+    for number in range(KILLS):
+        stage = STAGES[number % len(STAGES)]
+        rounds.disturb(stage, chance.choice(VICTIMS), chance.uniform(0, 1.2))
+    print(dict(rounds.outcomes))
+    assert rounds.outcomes.total() == KILLS
