@@ -3,7 +3,7 @@
     python benchmarks/memory_by_stage.py --out benchmarks/results
     python benchmarks/memory_by_stage.py --tiny                 # the same code on a CPU, where all numbers are 0
 
-Each engine is alone in a process, with weights of its own: a sampler with the steps, adapter slots and KV cache that
+Each engine is alone in a process, with a copy of the weights: a sampler with the steps, adapter slots and KV cache that
 are given, which then samples sixteen times 64 tokens after prompts of half its context, and a trainer that computes
 every layer again, with one adapter of rank 32 on eight sequences. `highest`: the most that tensors had until then.
 Random weights in the shape of Qwen3-8B.
@@ -93,7 +93,6 @@ def sampler(options: argparse.Namespace, folder: Path, who: str, to: Connection,
 
 
 async def sampled(options: Any, length: int, stage: Stages) -> None:
-    import torch
     from tinker_local.backend.rendering.rendered_input import RenderedInput
     from tinker_local.backend.sampling.sampler import SampleWork
     from tinker_local.backend.vllm_engine.engine_thread import EngineThread
@@ -103,9 +102,6 @@ async def sampled(options: Any, length: int, stage: Stages) -> None:
     engine = VLLMSampler(options, EngineThread())
     try:
         stage("started")
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        stage("cache emptied")
         for turn in range(2):
             prompt = RenderedInput(np.random.default_rng(turn).integers(0, 100, length).astype(np.int32))
             wanted = SamplingParams(max_tokens=64, temperature=1.0, seed=turn, stop=())
@@ -150,7 +146,7 @@ def trainer(options: argparse.Namespace, folder: Path, who: str, to: Connection)
 
 
 def in_process(work: Callable[..., None], *arguments: Any) -> list[str]:
-    """Lines that `work` sends from a process of its own, printed as they come."""
+    """Lines that `work` sends from another process, printed as they come."""
     spawning = multiprocessing.get_context("spawn")
     mine, theirs = spawning.Pipe(duplex=False)
     process = spawning.Process(target=work, args=(*arguments[:3], theirs, *arguments[3:]))

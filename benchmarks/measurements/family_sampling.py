@@ -91,7 +91,7 @@ def ours(scale: Scale, name: str, folder: Path, text: Mapping[str, Any]) -> None
     import torch
     from baselines.vllm_alone import write_adapter
     from tinker_local.backend.adapters.adapter import AdapterVersion
-    from tinker_local.backend.models.gpu_plan import StepSize, step_sizes
+    from tinker_local.backend.models.gpu_plan import USUAL, StepSize
     from tinker_local.backend.vllm_engine.build_engine import EngineOptions
     from tinker_local.backend.vllm_engine.engine_thread import EngineThread
     from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
@@ -102,7 +102,7 @@ def ours(scale: Scale, name: str, folder: Path, text: Mapping[str, Any]) -> None
     step = StepSize()
     if timing.device() == "cuda":
         dtype = "bfloat16"
-        step = step_sizes(torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_name(0))[0]
+        step = USUAL.steps(torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_name(0))[0]
     options = EngineOptions(
         str(folder),
         dtype=dtype,

@@ -217,7 +217,7 @@ async def test_an_adapter_that_the_trainer_alone_has_is_refused_in_16_bits(
     load = load_model._load
 
     def with_adapter(*args: Any) -> Any:
-        model, weights = load(*args)
+        model, weights, shared = load(*args)
         random = torch.Generator().manual_seed(1)
         for name, parameter in model.named_parameters():
             if name.endswith(("q_proj.weight", "v_proj.weight", "o_proj.weight")):
@@ -225,7 +225,7 @@ async def test_an_adapter_that_the_trainer_alone_has_is_refused_in_16_bits(
                 b = torch.randn(parameter.shape[0], 8, generator=random) * 0.012
                 change = (2 * b @ a / parameter.shape[1] ** 0.5).to(parameter.device, parameter.dtype)
                 parameter.data = parameter.data + change  # not in place: shared weights cannot be written
-        return model, weights
+        return model, weights, shared
 
     monkeypatch.setattr(load_model, "_load", with_adapter)
     with pytest.raises(ValueError, match="trainer and sampler compute this model differently") as refused:

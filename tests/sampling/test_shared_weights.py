@@ -304,7 +304,8 @@ async def test_a_server_shares_what_it_is_asked_to(
     (base,) = backend.models.distinct()
     checks = [await base.check_weights()]
     if place == "inline" and shared == "always" and not cause:
-        sums = base.engines.trainer._loaded.shared.sums
+        trainer: Any = base.engines.trainer
+        sums = trainer._loaded.shared.sums
         sums[next(iter(sums))] ^= 1
         checks.append(await base.check_weights())
     await backend.close()
