@@ -189,7 +189,8 @@ def status(url: str, api_key: str, once: bool, check_weights: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    with open_client(url, {"X-API-Key": api_key}, read_seconds=30) as http:
+    # A check waits for the step that runs.
+    with open_client(url, {"X-API-Key": api_key}, read_seconds=600 if check_weights else 30) as http:
         before = None
         now = fetch(http, check_weights=check_weights)
         console = Console(highlight=False, emoji=False)  # else `:train:` of a run's id becomes a tram

@@ -64,13 +64,14 @@ class VLLMSampler:
         self._adapters = VLLMAdapters(options.max_rank, self._leader)
         self._images_encoded = 0  # only the engine thread writes it
         self.can_sleep = self.asleep = False
+        self._spare_bytes = 0 if runs_on_cpu() else options.spare_bytes
         build = partial(self._build, options)
         self._engine: Engine = thread.add_engine(
             options.model,
             build,
             self._release,
             lambda engine: masks_of(engine).settle(),
-            partial(self._rest, options.spare_bytes),
+            self._rest,
         ).result()
         config = thread.call(self._engine, lambda engine: engine.model_config).result()
         self.max_context_length: int = config.max_model_len
@@ -101,11 +102,11 @@ class VLLMSampler:
         self._adapters.detach()
         release_engine(engine)
 
-    def _rest(self, spare: int) -> None:
+    def _rest(self) -> None:
         """Nothing is sampled: what steps took of a GPU is for others."""
-        if not self.asleep and not runs_on_cpu():
+        if self._spare_bytes and not self.asleep:
             with contextlib.suppress(RuntimeError):  # of a device that no longer works, which the next step says
-                give_back_if_short(torch.device("cuda"), spare)
+                give_back_if_short(torch.device("cuda"), self._spare_bytes)
 
     def _note_encoded(self, images: int) -> None:
         self._images_encoded += images
