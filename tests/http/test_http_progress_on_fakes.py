@@ -14,6 +14,7 @@ from tinker_local import client
 from tinker_local.backend.cli import status_command
 from tinker_local.backend.cli.main import main
 from tinker_local.backend.http import progress_routes
+from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.storage import curves
 from tinker_local.types import Datum, ModelInput, TensorData
 
@@ -178,7 +179,7 @@ async def test_an_owner_sees_its_own_runs_and_not_how_busy_others_are_on_fakes(
     await world(api, ALICE)
     seen = {}
     for key in (ALICE, BOB, ADMIN):
-        answer = await api.http.get("/api/v1/status", headers={"X-API-Key": key})
+        answer = await api.http.get("/api/v1/status?check_weights=true", headers={"X-API-Key": key})
         seen[key] = answer.json()
     assert {run["owner"] for run in seen[ALICE]["runs"]} == {"alice"}
     assert seen[BOB]["runs"] == []
@@ -186,6 +187,7 @@ async def test_an_owner_sees_its_own_runs_and_not_how_busy_others_are_on_fakes(
     for key in (ALICE, BOB):
         assert seen[key].keys() == {"version", "time", "problems", "runs", "models"}
         assert all(model.keys() == {"names"} for model in seen[key]["models"])
+    assert len(seen[ADMIN]["weights"]) == 1
     assert seen[ADMIN]["memory_bytes"] > 2**20
     assert seen[ADMIN]["models"][0].keys() == {"names", "start", *progress_routes.OF_MODELS}
 
@@ -232,19 +234,24 @@ async def test_status_checks_the_frozen_weights_when_it_is_asked_to_on_fakes(
     assert status_command._weights(apart) == (
         "frozen weights: trainer and sampler have a copy each, and are compared at a start alone"
     )
-    monkeypatch.setattr(api.trainer, "check_weights", lambda: 43, raising=False)
+    monkeypatch.setattr(api.trainer, "check_weights", lambda: (43, ""))
     (whole,) = (await api.get("status", check_weights=True)).json()["weights"]
     assert status_command._weights(whole).startswith("frozen weights: 43 shared matrices are what was written (0.")
 
-    def changed() -> int:
-        raise RuntimeError("the frozen weights have changed in memory: lm_head.weight")
-
-    monkeypatch.setattr(api.trainer, "check_weights", changed, raising=False)
+    changed = "the frozen weights have changed in memory: lm_head.weight"
+    monkeypatch.setattr(api.trainer, "check_weights", lambda: (43, changed))
     found = (await api.get("status", check_weights=True)).json()
     assert found["problems"] == [
         "fake/bigram: the frozen weights have changed in memory: lm_head.weight; start the server again"
     ]
     assert status_command._weights(found["weights"][0]) == ""
+
+    def ended() -> Any:
+        raise ProcessEndedError("the trainer's process was ended by SIGKILL")
+
+    monkeypatch.setattr(api.trainer, "check_weights", ended)
+    (problem,) = (await api.get("status", check_weights=True)).json()["problems"]
+    assert problem == "fake/bigram: the frozen weights were not checked: the trainer's process was ended by SIGKILL"
 
 
 def test_status_says_where_a_start_went_and_what_of_a_gpu_is_cache() -> None:

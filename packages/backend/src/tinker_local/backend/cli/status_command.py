@@ -193,6 +193,8 @@ def status(url: str, api_key: str, once: bool, check_weights: bool) -> None:
     with open_client(url, {"X-API-Key": api_key}, read_seconds=600 if check_weights else 30) as http:
         before = None
         now = fetch(http, check_weights=check_weights)
+        if check_weights and "weights" not in now:
+            raise click.ClickException("only an admin may have the weights checked, or the only owner of the server")
         console = Console(highlight=False, emoji=False)  # else `:train:` of a run's id becomes a tram
         if once or check_weights or not sys.stdout.isatty():
             console.print(shown(now, None, console.width))

@@ -126,9 +126,9 @@ class FakeTrainer:
         """None: it has no device."""
         return 0
 
-    def check_weights(self) -> int:
+    def check_weights(self) -> tuple[int, str]:
         """None: it shares nothing."""
-        return 0
+        return 0, ""
 
     def adapter_bytes(self, config: LoraConfig, optimizer: str = "adamw") -> int:
         """float64 weights, gradients and optimizer state."""

@@ -97,7 +97,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class WeightsCheck:
-    """`matrices`: that both engines read and that are what was written. `problem`: what is not, or empty."""
+    """`matrices`: how many both engines read. `problem`: why they may not be what was written, or empty."""
 
     matrices: int
     seconds: float
@@ -231,11 +231,13 @@ class ServedModel:
 
     async def check_weights(self) -> WeightsCheck:
         """Whether the frozen weights that both engines read are what was written."""
-        start = time.monotonic()
+        start, matrices, problem = time.monotonic(), 0, ""
         try:
-            matrices, problem = await self.scheduler.call(self.engines.trainer.check_weights), ""
-        except RuntimeError as error:
-            matrices, problem = 0, f"{self.names[0]}: {error}; start the server again"
+            matrices, changed = await self.scheduler.call(self.engines.trainer.check_weights)
+            if changed:
+                problem = f"{self.names[0]}: {changed}; start the server again"
+        except (ApiError, RuntimeError) as error:  # the trainer's process has ended, for instance
+            problem = f"{self.names[0]}: the frozen weights were not checked: {error}"
         return WeightsCheck(matrices, time.monotonic() - start, problem)
 
     async def check_agreement(self, max_image_pixels: int) -> Comparison:

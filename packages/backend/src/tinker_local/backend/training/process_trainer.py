@@ -193,8 +193,9 @@ class ProcessTrainer(ProcessEngine):
             return sizes[largest] * config.rank // largest
         return round(float(np.interp(config.rank, list(sizes), list(sizes.values()))))
 
-    def check_weights(self) -> int:
-        return cast(int, self._call("check_weights"))
+    def check_weights(self) -> tuple[int, str]:
+        matrices, changed = cast(tuple[int, str], self._call("check_weights"))
+        return matrices, changed
 
     def create_adapter(self, adapter_id: str, config: LoraConfig, optimizer: str = "adamw") -> None:
         self._call("create_adapter", adapter_id, config, optimizer)

@@ -78,9 +78,9 @@ class Trainer(Protocol):
         """Of the device's memory, what is in use for nothing and given back when others need it. May be read from any
         thread."""
 
-    def check_weights(self) -> int:
-        """Compute the checksums of all matrices that a sampler reads too, and return how many there are. RuntimeError
-        if one is not what was written."""
+    def check_weights(self) -> tuple[int, str]:
+        """Compute the checksums of all matrices that a sampler reads too. How many there are, and which have changed
+        since they were written, in words; empty if none has."""
 
     def adapter_bytes(self, config: LoraConfig, optimizer: str = "adamw") -> int:
         """Bytes of an adapter's weights, gradients and optimizer state. May be called from any thread at any time."""

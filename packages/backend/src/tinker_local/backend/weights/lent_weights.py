@@ -57,13 +57,21 @@ class SharedMatrices:
     def tensor(self, name: str) -> torch.Tensor:
         return self.places[name].tensor(self.pieces)
 
+    def changed(self) -> list[str]:
+        """The names of matrices that are not what was written: both engines would compute with them, and comparing
+        these would not show it."""
+        return [name for name, before in self.sums.items() if checksum(self.tensor(name)) != before]
+
     def verify(self) -> None:
-        """RuntimeError if a matrix is not what was written: both engines would compute with it, and comparing them
-        would not show it."""
-        changed = [name for name, before in self.sums.items() if checksum(self.tensor(name)) != before]
-        if changed:
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            raise RuntimeError(f"the frozen weights have changed in memory: {changed[0]}{more}")
+        """RuntimeError if a matrix has changed."""
+        if changed := self.changed():
+            raise RuntimeError(in_words(changed))
+
+
+def in_words(changed: Sequence[str]) -> str:
+    """That the matrices of these names have changed; there is one at least."""
+    more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+    return f"the frozen weights have changed in memory: {changed[0]}{more}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -44,6 +44,7 @@ from tinker_local.backend.training.run.token_budget import TokenBudget
 from tinker_local.backend.training.run.transfer import to_host
 from tinker_local.backend.training.trainer import Seat, TrainDatum, TrainResult, TrainWork
 from tinker_local.backend.training.trainer_config import TrainerConfig
+from tinker_local.backend.weights.lent_weights import in_words
 from tinker_local.types import (
     ApiError,
     InternalError,
@@ -100,13 +101,13 @@ class HFTrainer:
         """Of the device, kept by torch's allocator for later."""
         return cached_bytes(self._loaded.device)
 
-    def check_weights(self) -> int:
+    def check_weights(self) -> tuple[int, str]:
         """See `Trainer.check_weights`."""
         shared = self._loaded.shared
         if shared is None:
-            return 0
-        shared.verify()
-        return len(shared.sums)
+            return 0, ""
+        changed = shared.changed()
+        return len(shared.sums), in_words(changed) if changed else ""
 
     # Adapters -------------------------------------------------------------------------------------------------------
 
