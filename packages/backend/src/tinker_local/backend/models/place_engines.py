@@ -104,7 +104,7 @@ def place_engines(config: Any, engine: "EngineOptions", options: BackendOptions,
         adapters_per_step=reserves.adapter_slots,
         image_cache_bytes=reserves.image_cache,
     )
-    tokens = reserves.micro_batch_tokens
+    tokens, reserves = reserves.micro_batch_tokens, replace(reserves, step=None)  # the steps are the engine's
     return PlacedEngines(most, [one] * len(_replicas(most)), micro_batch_tokens=tokens, reserves=reserves)
 
 

@@ -194,7 +194,8 @@ class ProcessTrainer(ProcessEngine):
         return round(float(np.interp(config.rank, list(sizes), list(sizes.values()))))
 
     def check_weights(self) -> tuple[int, str]:
-        matrices, changed = cast(tuple[int, str], self._call("check_weights"))
+        # It reads what loading read, and nothing may end because it is slow.
+        matrices, changed = cast(tuple[int, str], self._calls.call(self._load_limit, "check_weights"))
         return matrices, changed
 
     def create_adapter(self, adapter_id: str, config: LoraConfig, optimizer: str = "adamw") -> None:

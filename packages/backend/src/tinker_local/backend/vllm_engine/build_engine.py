@@ -201,7 +201,7 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
             if not runs_on_cpu():
                 import torch
 
-                torch.cuda.empty_cache()  # of its profile and warm-up, whose steps are larger than those that come
+                torch.cuda.empty_cache()  # of its profile and warm-up; steps take again what they need
             engine.kept_by_dynamo = kept_by_dynamo() - kept_before
             patches.apply_to_engine(engine, events or patches.EngineEvents())
     return engine

@@ -106,6 +106,7 @@ class HFTrainer:
         shared = self._loaded.shared
         if shared is None:
             return 0, ""
+        self._leave_spare_memory()
         changed = shared.changed()
         return len(shared.sums), in_words(changed) if changed else ""
 
