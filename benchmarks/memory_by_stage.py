@@ -28,8 +28,6 @@ from harness.scale import SCALES
 
 HEADER = f"{'GiB':<46}{'driver':>9}{'torch':>9}{'tensors':>9}{'highest':>9}"
 RANK = 32
-SECONDS = 300
-"""Most that the weights may take to write."""
 
 
 class Stages:
@@ -167,9 +165,7 @@ def in_process(work: Callable[..., None], *arguments: Any) -> list[str]:
 
 def measure(options: argparse.Namespace, folder: Path) -> Sequence[str]:
     scale = SCALES["tiny" if options.tiny else "full"]
-    with (folder / "model.log").open("w") as log:
-        if fault := processes.run(["measurements.models", scale.name, str(folder), "text"], SECONDS, log).fault:
-            raise RuntimeError(f"the model was not written: {fault}")
+    processes.write_text_model(scale.name, folder, folder)
     lines = []
     for sequences, sleeps in ((256, True), (256, False), (64, True), (16, True)):
         who = f"{sequences} sequences{', sleeps' if sleeps else ''}"

@@ -31,8 +31,6 @@ from stacks import MODEL, Run, keep
 
 WAYS = {"one copy": "always", "two copies": "off"}
 """What `--shared-weights` is."""
-SECONDS = 300
-"""Most that the weights may take to write."""
 
 
 class UsedMemory:
@@ -66,9 +64,7 @@ class UsedMemory:
 
 def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[Line]:
     scale = SCALES["tiny" if options.tiny else "full"]
-    with (logs / "model.log").open("w") as log:
-        if fault := processes.run(["measurements.models", scale.name, str(folder), "text"], SECONDS, log).fault:
-            raise RuntimeError(f"the model was not written: {fault}")
+    processes.write_text_model(scale.name, folder, logs)
     if not options.tiny:
         scale = dataclasses.replace(
             scale, requests=64, output_tokens=256, kv_cache_bytes=6 * 2**30, micro_batch_tokens=4096

@@ -26,7 +26,7 @@ from control_plane import served
 from engine import room_for_models
 from harness import machine, processes
 from harness.scale import SCALES
-from one_copy import SECONDS, UsedMemory
+from one_copy import UsedMemory
 from stacks import MODEL
 
 BALLAST = """
@@ -96,9 +96,7 @@ def rl(run: Any, vocabulary: int, turn: int) -> float:
 
 def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[str]:
     scale = SCALES["tiny" if options.tiny else "full"]
-    with (logs / "model.log").open("w") as log:
-        if fault := processes.run(["measurements.models", scale.name, str(folder), "text"], SECONDS, log).fault:
-            raise RuntimeError(f"the model was not written: {fault}")
+    processes.write_text_model(scale.name, folder, logs)
     with ballast(options.gib):
         before, began = UsedMemory.now(), time.monotonic()
         serve = ["--model", f"{MODEL}={folder / 'text'}", "--max-context-length", "8192", "--max-rank", "32"]

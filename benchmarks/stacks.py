@@ -137,9 +137,7 @@ def side_by_side(makers: dict[str, Any], stack: contextlib.ExitStack) -> dict[st
 
 def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[Line]:
     scale = SCALES["tiny" if options.tiny else "4b"]
-    with (logs / "model.log").open("w") as log:
-        if fault := processes.run(["measurements.models", scale.name, str(folder), "text"], 300, log).fault:
-            raise RuntimeError(f"the model was not written: {fault}")
+    processes.write_text_model(scale.name, folder, logs)
     if {"training", "sampling"} & set(options.only):
         yield from of_servers(options, scale, folder, logs)
     if "alone" in options.only:

@@ -14,6 +14,8 @@ from typing import TextIO
 from harness.lines import Line, parse
 
 BENCHMARKS = Path(__file__).parents[1]
+MODEL_SECONDS = 300
+"""Most that the weights of a model may take to write."""
 
 
 def environment(checkout: Path = BENCHMARKS.parent) -> dict[str, str]:
@@ -102,6 +104,14 @@ def run(arguments: Sequence[str], limit: float, log: TextIO, checkout: Path = BE
         sys.exit(128 + signal.SIGTERM)
     fault = f"ended at its limit of {limit:.0f} s" if expired.is_set() else f"status {status}: {last}" if status else ""
     return Outcome(lines, fault, time.monotonic() - start)
+
+
+def write_text_model(scale: str, folder: Path, logs: Path) -> None:
+    """Write the random model of `scale` into the folder `text` of `folder`, in a process whose memory is free
+    afterwards and whose output goes to `logs`. RuntimeError if that fails."""
+    with (logs / "model.log").open("w") as log:
+        if fault := run(["measurements.models", scale, str(folder), "text"], MODEL_SECONDS, log).fault:
+            raise RuntimeError(f"the model was not written: {fault}")
 
 
 def _end(process: subprocess.Popen[str]) -> None:

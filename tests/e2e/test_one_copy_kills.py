@@ -3,7 +3,6 @@ step, a save, a new sampler version and a sample: what was acknowledged is there
 
 import os
 import random
-import signal
 import threading
 import time
 from collections import Counter
@@ -14,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend import InProcessBackend, ModelSource
 from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.types import ApiError, LoraConfig
 
 from tests.conftest import TURN
+from tests.e2e.test_one_copy_restarts import killed, one_copy
 from tests.e2e.test_trainer_restarts import ADAM, DATA, GREEDY, PROMPT, trained
 
 KILLS = int(os.environ.get("ONE_COPY_KILLS", "3"))
@@ -42,8 +42,8 @@ def working(call: Callable[[], None]) -> None:
 
 
 class Rounds:
-    """Runs that begin from one checkpoint. Of an undisturbed one: `losses` of its steps, and `samples` before the first
-    and after each."""
+    """Runs that begin from one checkpoint. Of an undisturbed one: losses and norms of the gradient of its steps, and
+    samples before the first and after each."""
 
     def __init__(self, driver: Any, name: str) -> None:
         self._driver = driver
@@ -54,14 +54,16 @@ class Rounds:
         self.outcomes: Counter[tuple[str, str, str]] = Counter()
         self._saves = 0
         model = self._new_run()
-        self._losses, self._samples, self._seconds = [], [self._sampled(driver.sampler(model))], {}
+        self._losses: list[float] = []
+        self._norms: list[float] = []
+        self._samples, self._seconds = [self._sampled(driver.sampler(model))], dict[str, float]()
         for stage in STAGES:
             prepared, began = self._prepared(stage), time.monotonic()
             prepared()
             self._seconds[stage] = time.monotonic() - began
         for _ in range(STEPS):
             self._losses.append(driver.gradient(model, DATA, "cross_entropy")[1])
-            driver.step(model, ADAM)
+            self._norms.append(driver.step(model, ADAM)["grad_norm"])
             self._samples.append(self._sampled(driver.sampler(model)))
 
     def _new_run(self) -> Any:
@@ -105,7 +107,7 @@ class Rounds:
             engines = self._base.engines
             processes = {"trainer": engines.trainer, "sampler": engines.sampler._sampler}
             for name in processes if victim == "both" else (victim,):
-                os.kill(processes[name].pids[0], signal.SIGKILL)
+                killed(processes[name])
             try:
                 result = running.result(300)
             except (ApiError, ProcessEndedError):
@@ -125,6 +127,8 @@ class Rounds:
         """That what was answered is right, and is there after the kill."""
         if stage == "gradient":
             assert result == self._losses[0]
+        if stage == "step":
+            assert result == self._norms[0]
         if stage == "save":
             run = self._driver.resume(result, optimizer=True)
             assert trained(self._driver, run, STEPS - 1) == self._losses[1:]
@@ -140,21 +144,11 @@ def test_no_kill_loses_what_was_acknowledged_or_changes_a_number(
     start_in_process: Any, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     """ONE_COPY_KILLS=100 for as many; of the whole suite, each commit has others."""
-    options = BackendOptions(
-        data_dir=tmp_path / "data",
-        trainer="process",
-        sampler="process",
-        shared_weights="always",
-        max_rank=8,
-        kv_cache_bytes=2**28,
-        max_context_length=256,
-        sampler_sleeps=False,
-    )
-    backend = InProcessBackend([ModelSource("tiny/text", str(tiny_models["tiny/text"]))], options)
+    source = ModelSource("tiny/text", str(tiny_models["tiny/text"]))
+    backend = InProcessBackend([source], one_copy(tmp_path / "data"))
     turn = int(os.environ[TURN] or "0", 16)
     rounds, chance = Rounds(start_in_process(backend), "tiny/text"), random.Random(turn)
     for number in range(turn, turn + KILLS):
         stage = STAGES[number % len(STAGES)]
         rounds.disturb(stage, chance.choice(VICTIMS), chance.uniform(0, 1.2))
     print(dict(rounds.outcomes))
-    assert rounds.outcomes.total() == KILLS

@@ -22,14 +22,10 @@ def killed(process: Any) -> float:
     return time.monotonic()
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("name", ["tiny/text", "tiny/vision"])
-def test_what_one_engine_leaves_the_other_reads(
-    name: str, start_in_process: Any, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
-    said: list[str] = []
-    options = BackendOptions(
-        data_dir=tmp_path / "data",
+def one_copy(folder: Path) -> BackendOptions:
+    """Of a server whose engines share their weights, each in a process."""
+    return BackendOptions(
+        data_dir=folder,
         trainer="process",
         sampler="process",
         shared_weights="always",
@@ -38,7 +34,16 @@ def test_what_one_engine_leaves_the_other_reads(
         max_context_length=256,
         sampler_sleeps=False,
     )
-    backend = InProcessBackend([ModelSource(name, str(tiny_models[name]))], options, progress=said.append)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["tiny/text", "tiny/vision"])
+def test_what_one_engine_leaves_the_other_reads(
+    name: str, start_in_process: Any, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    said: list[str] = []
+    source = ModelSource(name, str(tiny_models[name]))
+    backend = InProcessBackend([source], one_copy(tmp_path / "data"), progress=said.append)
     driver = start_in_process(backend)
     assert any("trainer and sampler share" in line for line in said), said
     base = driver.backend.models.get(name)

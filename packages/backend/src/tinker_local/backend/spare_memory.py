@@ -27,7 +27,7 @@ def leave_spare_memory(device: torch.device, spare: int) -> None:
 
 def give_back_if_short(device: torch.device, spare: int) -> None:
     """Give what torch's allocator keeps for later back to `device` if less than `spare` bytes are free there."""
-    if device.type == "cuda" and cached_bytes(device) and torch.cuda.mem_get_info(device)[0] < spare:
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < spare and cached_bytes(device):
         torch.cuda.empty_cache()
 
 

@@ -40,8 +40,8 @@ class PlacedEngines:
     """`engines`: of each replica, with steps and a KV cache that fit its GPUs. All take the steps of the smallest.
     `activation_bytes`: the limit for activations of each trainer rank, that of the one with the least memory; None on
     a CPU, or if the KV cache has a given size. `micro_batch_tokens`: of each trainer rank, if the options leave them
-    open. `reserves`: that both engines were planned with. `spare_bytes`: left to others on
-    each. `refusal`: why one GPU has both although there are more."""
+    open. `reserves`: that both engines were planned with. `spare_bytes`: left to others on each GPU. `refusal`: why one
+    GPU has both although there are more."""
 
     layout: Layout
     engines: "Sequence[EngineOptions]"
