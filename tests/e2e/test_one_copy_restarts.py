@@ -62,7 +62,7 @@ def test_what_one_engine_leaves_the_other_reads(
 
     for _ in range(2):
         began = killed(trainer)
-        wait_until(lambda: base.problem is not None)
+        wait_until(lambda: base.supervision.problem is not None)
         samples_are_the_same()
         driver.gradient(model, DATA, "cross_entropy", forward_only=True)  # waits for the new process
         print(f"trained {time.monotonic() - began:.1f} s after the trainer was killed")
@@ -74,7 +74,8 @@ def test_what_one_engine_leaves_the_other_reads(
         print(f"sampled {time.monotonic() - began:.1f} s after the sampler was killed")
     killed(sampler)
     killed(trainer)
-    wait_until(lambda: base.problem is not None)
+    wait_until(lambda: base.supervision.problem is not None)
+    wait_until(lambda: base.sampler_supervisions[0].problem is not None)
     assert trained(driver, driver.resume(path, optimizer=True), 2) == expected
     samples_are_the_same()
     assert (base.supervision.restarts, base.sampler_supervisions[0].restarts) == (3, 3)

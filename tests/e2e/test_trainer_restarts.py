@@ -51,7 +51,7 @@ def test_training_goes_on_after_a_kill_as_if_there_had_been_none(
     for _ in range(2):  # the second time from the same checkpoint
         began = time.monotonic()
         os.kill(base.engines.trainer.pids[0], signal.SIGKILL)
-        while base.problem is None:
+        while base.supervision.problem is None:
             time.sleep(0.001)
         during = [driver.sample(each, PROMPT, 1, GREEDY)[0] for each in samplers]
         sampled = base.problem is not None
