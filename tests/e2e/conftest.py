@@ -110,7 +110,9 @@ class InProcessDriver:
         self.sequence: dict[str, int] = {}
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(300)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(
+            3600
+        )  # what hangs ends with the test's own time
 
     def close(self) -> None:
         self.run(self.backend.close())

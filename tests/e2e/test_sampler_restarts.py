@@ -89,7 +89,7 @@ def test_sampling_goes_on_after_a_kill_and_a_hang_as_if_there_had_been_none(
             f"{how.name} of rank {rank}: noticed after {noticed:.2f} s, sampled {time.monotonic() - began:.1f} s "
             f"after it; trained meanwhile: {trains}"
         )
-        for output in (each.result(300) for each in load):
+        for output in (each.result(3600) for each in load):
             assert [len(sequence.tokens) for sequence in output.sequences] == [TOKENS, TOKENS]
         after = [driver.sample(each, PROMPT, 1, GREEDY)[0] for each in samplers]  # alone, as before
         for (tokens, logprobs, _), (wanted_tokens, wanted, _) in zip(after, before, strict=True):

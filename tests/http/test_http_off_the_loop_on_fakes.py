@@ -105,7 +105,7 @@ async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
     nameless = await api.nameless(model, 5, 0)
     await api.gradient(model, 7)  # 6 is missing: the step discards
     await api.failure(await api.step(model, 8))
-    assert (await api.get("status", check_weights=True)).status_code == 200
+    assert (await api.post("check_weights", {})).status_code == 200
     body = {"model_id": model, "seq_id": 9, "path": "a"}
     await api.result(await api.submit("save_weights_external", body))
     signed = f"training_runs/{model}/checkpoints/external_weights/a/external_weights_urls"

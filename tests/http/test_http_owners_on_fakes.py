@@ -32,6 +32,7 @@ NAMES_NOTHING = {
     ("GET", "/api/v1/get_server_capabilities"),
     ("GET", "/api/v1/usage"),  # of the caller alone: test_http_quotas_on_fakes.py
     ("GET", "/api/v1/status"),  # of the caller alone: test_http_progress_on_fakes.py
+    ("POST", "/api/v1/check_weights"),  # for those who see all: the same
     ("GET", "/api/v1/logs"),  # of the caller's runs alone: test_watched_logs_on_fakes.py
     ("GET", "/api/v1/logs/{log_id}/curve"),
     ("POST", "/api/v1/telemetry"),

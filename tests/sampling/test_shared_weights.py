@@ -1,6 +1,7 @@
 """One copy of the frozen base: vLLM's engine reads the trainer's memory, and computes what it would with its own."""
 
 import contextlib
+import errno
 import mmap
 import os
 import signal
@@ -424,6 +425,25 @@ def test_a_holder_goes_on_where_files_are_short(monkeypatch: pytest.MonkeyPatch)
     assert get(holder.address, wait=False) is None
     assert not failures
     holder.close()
+
+
+def test_a_holder_whose_queue_is_full_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = MemoryHolder()
+
+    def fails(self: socket.socket) -> Any:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", fails)
+    with contextlib.ExitStack() as strangers:
+        found = 0
+        while found != errno.EAGAIN:
+            stranger = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            stranger.setblocking(False)
+            found = stranger.connect_ex("\0" + holder.address)
+        closing = threading.Thread(target=holder.close, daemon=True)
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive()
 
 
 def open_files() -> int:

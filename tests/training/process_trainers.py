@@ -104,6 +104,9 @@ class OddTrainer(FakeTrainer):
     def do_sleep(self, seconds: str) -> None:
         time.sleep(float(seconds))
 
+    def do_fill(self, mib: str) -> None:
+        bytearray(b"x") * (int(mib) << 20)
+
     def do_exit(self, code: str) -> None:
         os._exit(int(code))
 

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tinker_local.backend.spare_memory import give_back_if_short, leave_spare_memory, take_all_memory_again
+from tinker_local.backend.spare_memory import (
+    give_back_at_rest,
+    give_back_if_short,
+    leave_spare_memory,
+    take_all_memory_again,
+)
 from tinker_local.backend.training.model.load_model import decoder_of_sizes
 from tinker_local.backend.training.run.recompute_policy import free_bytes
 
@@ -91,3 +96,13 @@ def test_a_trainer_leaves_memory_to_others_and_what_it_has_in_use_stays(monkeypa
     give_back_if_short(device, gib + 1)
     assert numbers["mem_get_info"][0] == 2 * gib
     leave_spare_memory(torch.device("cpu"), gib)
+
+    # The trainer leaves a gibibyte free: what a sampler at rest has cached is the trainer's.
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    numbers.update(mem_get_info=(3 * gib, 80 * gib), memory_reserved=4 * gib, memory_allocated=2 * gib)
+    give_back_at_rest(gib)
+    assert numbers["mem_get_info"][0] == 3 * gib
+    numbers.update(mem_get_info=(3 * gib - 1, 80 * gib))
+    give_back_at_rest(gib)
+    assert numbers["mem_get_info"][0] == 5 * gib - 1

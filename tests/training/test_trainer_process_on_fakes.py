@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.heap import memory_of_gpus
 from tinker_local.backend.models.load_engines import engine_place, load_fake
 from tinker_local.backend.process import calls
 from tinker_local.backend.process.channel import Channel
@@ -41,6 +42,8 @@ from tinker_local.types import (
     SamplingParams,
     UnsupportedError,
 )
+
+from tests.test_heap import OF_MALLOC
 
 pytestmark = pytest.mark.more
 
@@ -287,6 +290,23 @@ def test_the_process_has_no_socket_of_the_server_on_fakes(start: Make) -> None:
         pid = pid_of(start())
         assert mine in open_files("self")
         assert mine not in open_files(str(pid))
+
+
+def test_the_process_keeps_what_it_frees_on_fakes(start: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel need not clear the same pages for each step (`heap.keep_freed_memory`)."""
+    if memory_of_gpus():
+        pytest.skip("what is freed is kept where no GPU computes")
+    for name in OF_MALLOC:
+        monkeypatch.delenv(name, raising=False)
+    trainer = start()
+
+    def resident() -> int:
+        pages = int(Path(f"/proc/{pid_of(trainer)}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") >> 20
+
+    before = resident()
+    trainer.discard_gradients("fill 200")
+    assert resident() - before > 190
 
 
 # How it fails --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Leaves some of a GPU's memory to others: the sampler beside the trainer, and programs that need a little at any
 moment. torch's allocator would keep whatever it once had, up to the last byte."""
 
+from contextlib import suppress
+
 import torch
 
 _shares: dict[torch.device, float] = {}
@@ -29,6 +31,15 @@ def give_back_if_short(device: torch.device, spare: int) -> None:
     """Give what torch's allocator keeps for later back to `device` if less than `spare` bytes are free there."""
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < spare and cached_bytes(device):
         torch.cuda.empty_cache()
+
+
+def give_back_at_rest(spare: int) -> None:
+    """This process has nothing to do: give back what its allocator keeps of the current GPU for later, unless as much
+    is free there for those who leave `spare` bytes free."""
+    if torch.cuda.is_initialized():
+        device = torch.device("cuda", torch.cuda.current_device())
+        with suppress(RuntimeError):  # of a GPU that no longer works, which the next step says
+            give_back_if_short(device, spare + cached_bytes(device))
 
 
 def take_all_memory_again(device: torch.device) -> None:

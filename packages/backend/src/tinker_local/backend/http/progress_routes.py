@@ -19,7 +19,7 @@ from tinker_local.backend.http.bodies import parse
 from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.storage.watched_logs import Log
 from tinker_local.backend.threads import DISK
-from tinker_local.types import Frozen, InvalidRequestError, NotFoundError
+from tinker_local.types import Frozen, InvalidRequestError, NotFoundError, PermissionDeniedError
 
 router = APIRouter(tags=["progress"])
 
@@ -50,9 +50,8 @@ class MetricsBody(Frozen):
 
 
 @router.get("/status")
-async def status(request: Request, backend: Backend, check_weights: bool = False) -> dict[str, Any]:
-    """The live runs of the caller, and to those who see all: how busy each base model is, and memory. `check_weights`:
-    also whether the frozen weights that both engines read are what was written, which waits for a running step."""
+async def status(request: Request, backend: Backend) -> dict[str, Any]:
+    """The live runs of the caller, and to those who see all: how busy each base model is, and memory."""
     caller = caller_of(request)
     runs = [run for run in backend.runs.all_live() if caller.admin or run.owner == caller.owner]
     ephemeral = backend.sampling.ephemeral.of_runs()
@@ -65,15 +64,20 @@ async def status(request: Request, backend: Backend, check_weights: bool = False
     }
     if sees_all(request):
         found["models"] = [model_json(model) for model in backend.models.distinct()]
-        if check_weights:
-            checks = [await model.check_weights() for model in backend.models.distinct()]
-            found["weights"] = [asdict(check) for check in checks]
-            found["problems"] += [check.problem for check in checks if check.problem]
         found["seconds_up"] = time.monotonic() - STARTED
         memory = await memory_in_use()
         found["memory_bytes"] = memory.processes
         found["gpus"] = [{"gpu": at, "used_bytes": used, "bytes": most} for at, (used, most) in memory.gpus.items()]
     return found
+
+
+@router.post("/check_weights")
+async def check_weights(request: Request, backend: Backend) -> dict[str, Any]:
+    """Whether the frozen weights that both engines of each base model read are what was written. Waits for a running
+    step, and training waits for it."""
+    if not sees_all(request):
+        raise PermissionDeniedError("only an admin may have the weights checked, or the only owner of the server")
+    return {"weights": [asdict(await model.check_weights()) for model in backend.models.distinct()]}
 
 
 def _version() -> str:

@@ -97,7 +97,8 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class WeightsCheck:
-    """`matrices`: how many both engines read. `problem`: why they may not be what was written, or empty."""
+    """`matrices`: how many both engines read; `seconds` that computing their checksums took. `problem`: why they may
+    not be what was written, or empty."""
 
     matrices: int
     seconds: float
@@ -231,14 +232,17 @@ class ServedModel:
 
     async def check_weights(self) -> WeightsCheck:
         """Whether the frozen weights that both engines read are what was written."""
-        start, matrices, problem = time.monotonic(), 0, ""
+
+        def check() -> WeightsCheck:
+            start = time.monotonic()
+            matrices, changed = self.engines.trainer.check_weights()
+            problem = f"{self.names[0]}: {changed}; start the server again" if changed else ""
+            return WeightsCheck(matrices, time.monotonic() - start, problem)
+
         try:
-            matrices, changed = await self.scheduler.call(self.engines.trainer.check_weights)
-            if changed:
-                problem = f"{self.names[0]}: {changed}; start the server again"
+            return await self.scheduler.call(check)
         except (ApiError, RuntimeError) as error:  # the trainer's process has ended, for instance
-            problem = f"{self.names[0]}: the frozen weights were not checked: {error}"
-        return WeightsCheck(matrices, time.monotonic() - start, problem)
+            return WeightsCheck(0, 0.0, f"{self.names[0]}: the frozen weights were not checked: {error}")
 
     async def check_agreement(self, max_image_pixels: int) -> Comparison:
         """Make the probes; ValueError in one line if trainer and sampler compute the base model differently.

@@ -24,7 +24,7 @@ from tinker_local.backend.process.process_group import ProcessEndedError, Proces
 from tinker_local.backend.process.ray_hosts import placed
 from tinker_local.backend.process.ray_replicas import RayReplicas
 from tinker_local.backend.process.relay import standing_in
-from tinker_local.backend.sampling.sampler import DrawnTokens, Sampler, SampleWork, ignore_begin, ignore_drawn
+from tinker_local.backend.sampling.sampler import DrawnTokens, Sampler, SampleWork, do_nothing, ignore_drawn
 from tinker_local.backend.stages import Stage, taken
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.types import SampleOutput
@@ -283,7 +283,7 @@ class ProcessSampler(ProcessEngine):
 
         version = None if work.version is None else _named(work.version)
         drawn = None if work.drawn is None else ignore_drawn
-        sent = replace(work, version=version, begun=ignore_begin, ended=ignore_begin, drawn=drawn)
+        sent = replace(work, version=version, begun=do_nothing, ended=do_nothing, drawn=drawn)
         return cast(SampleOutput, await self._call("sample", sent, version=work.version, heard=heard))
 
     async def sleep(self) -> None:

@@ -18,8 +18,8 @@ RESERVED = 32
 session need not wait until others end."""
 
 
-def ignore_begin() -> None:
-    """The default of `SampleWork.begun` and `SampleWork.ended`."""
+def do_nothing() -> None:
+    """For events that a caller does not look at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class SampleWork:
     prompt_logprobs_last_n: int | None = None
     first_sample: int = 0
     replica: int | None = None
-    ended: Callable[[], None] = ignore_begin
-    begun: Callable[[], None] = ignore_begin
+    ended: Callable[[], None] = do_nothing
+    begun: Callable[[], None] = do_nothing
     drawn: Drawn | None = None
     grammar: Grammar | None = None
 

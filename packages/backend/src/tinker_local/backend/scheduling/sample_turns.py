@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
-from tinker_local.backend.sampling.sampler import RESERVED, SampleWork, ignore_begin
+from tinker_local.backend.sampling.sampler import RESERVED, SampleWork, do_nothing
 from tinker_local.backend.scheduling.operations import ACTIVE, QueueState, paused
 from tinker_local.types import SampleOutput
 
@@ -133,7 +133,7 @@ class _Request:
             target_prompt_logprobs=None,
             prompt_alt_tokens_k=0,
             prompt_logprobs_last_n=None,
-            begun=ignore_begin,
+            begun=do_nothing,
         )
 
     def piece_ended(self, task: asyncio.Future[SampleOutput]) -> None:

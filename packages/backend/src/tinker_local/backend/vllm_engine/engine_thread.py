@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tinker_local.backend.heap import freeze_heap
-from tinker_local.backend.sampling.sampler import ignore_begin
+from tinker_local.backend.sampling.sampler import do_nothing
 from tinker_local.backend.threads import leave_pool
 from tinker_local.types import InternalError
 
@@ -89,7 +89,7 @@ class Engine:
         build: Callable[[], Any],
         release: Callable[[Any], None],
         settle: "Settle | None" = None,
-        rest: Callable[[], None] = ignore_begin,
+        rest: Callable[[], None] = do_nothing,
     ) -> None:
         self.name = name
         self.restarts = 0
@@ -178,7 +178,7 @@ class EngineThread:
         build: Callable[[], Any],
         release: Callable[[Any], None],
         settle: Settle | None = None,
-        rest: Callable[[], None] = ignore_begin,
+        rest: Callable[[], None] = do_nothing,
     ) -> Future[Engine]:
         """Build an engine on the thread, which steps no other in the meantime. `release` frees one; `settle` is called
         before each step, and `rest` when there is nothing to step."""
@@ -213,8 +213,8 @@ class EngineThread:
         self,
         engine: Engine,
         make: MakeRequest,
-        on_begin: Callable[[], None] = ignore_begin,
-        on_end: Callable[[], None] = ignore_begin,
+        on_begin: Callable[[], None] = do_nothing,
+        on_end: Callable[[], None] = do_nothing,
         on_output: OnOutput | None = None,
     ) -> Future[list[Any]]:
         """Run a request. The future gives vLLM's final `RequestOutput` of each sequence, in order.
@@ -300,8 +300,9 @@ class EngineThread:
             idle = not any(engine.in_flight for engine in self._engines)
             if idle and self._commands.empty():
                 leave_pool()
-                for engine in self._engines:
-                    engine.rest()
+                with _one_engine_at_a_time:
+                    for engine in self._engines:
+                        engine.rest()
             try:
                 command = self._commands.get(block=idle)
             except queue.Empty:

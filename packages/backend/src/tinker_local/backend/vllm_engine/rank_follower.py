@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.sampling.process_sampler import SamplerSeat
+from tinker_local.backend.spare_memory import give_back_at_rest
 from tinker_local.backend.vllm_engine import sleep_mode
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions, build_engine
 from tinker_local.backend.vllm_engine.compat_vllm import draw_module, lora_worker, masks_of, runs_on_cpu
@@ -25,6 +26,7 @@ class Follower:
 
     def __init__(self, options: EngineOptions, seat: SamplerSeat) -> None:
         self._seat = seat
+        self._spare_bytes = options.spare_bytes
         (descriptor,) = seat.links
         self._link = link(descriptor)
         self._adapters = VLLMAdapters(options.max_rank)
@@ -99,6 +101,9 @@ class Follower:
             raise InternalError(f"rank {self._seat.rank} of the sampler drew other tokens than rank 0")
         masks_of(self._engine).hear(masks)
         self._ended = fingerprint(self._engine.step())
+
+    def _rest(self) -> None:
+        give_back_at_rest(self._spare_bytes)
 
     def _rotate(self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> None:
         engine_rotations(self._engine, layers, positions)

@@ -125,6 +125,10 @@ class Leader:
         for other in self._links:
             other.receive()
 
+    def rest(self) -> None:
+        """Nothing is sampled."""
+        self._tell("rest")
+
     @contextmanager
     def preparing(self, version: AdapterVersion) -> Iterator["Preparing"]:
         """Have the others make an adapter ready while this rank does; any thread may call it."""

@@ -9,23 +9,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.sampling.process_sampler import SamplerSeat
 from tinker_local.backend.sampling.prompt_scores import prompt_questions
 from tinker_local.backend.sampling.sampler import SampleWork
-from tinker_local.backend.spare_memory import give_back_if_short
+from tinker_local.backend.spare_memory import give_back_at_rest
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.vllm_engine import sleep_mode
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions, build_engine
-from tinker_local.backend.vllm_engine.compat_vllm import (
-    default_dtype,
-    kv_cache_used,
-    masks_of,
-    runs_on_cpu,
-    sequences_running,
-)
+from tinker_local.backend.vllm_engine.compat_vllm import default_dtype, kv_cache_used, masks_of, sequences_running
 from tinker_local.backend.vllm_engine.engine_inputs import (
     TokenStream,
     engine_params,
@@ -64,7 +57,7 @@ class VLLMSampler:
         self._adapters = VLLMAdapters(options.max_rank, self._leader)
         self._images_encoded = 0  # only the engine thread writes it
         self.can_sleep = self.asleep = False
-        self._spare_bytes = 0 if runs_on_cpu() else options.spare_bytes
+        self._spare_bytes = options.spare_bytes
         build = partial(self._build, options)
         self._engine: Engine = thread.add_engine(
             options.model,
@@ -103,10 +96,11 @@ class VLLMSampler:
         release_engine(engine)
 
     def _rest(self) -> None:
-        """Nothing is sampled: what steps took of a GPU is for others."""
-        if self._spare_bytes and not self.asleep:
-            with contextlib.suppress(RuntimeError):  # of a device that no longer works, which the next step says
-                give_back_if_short(torch.device("cuda"), self._spare_bytes)
+        """Nothing is sampled."""
+        if not self.asleep:
+            if self._leader is not None:
+                self._leader.rest()
+            give_back_at_rest(self._spare_bytes)
 
     def _note_encoded(self, images: int) -> None:
         self._images_encoded += images

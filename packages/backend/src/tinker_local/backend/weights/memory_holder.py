@@ -64,28 +64,26 @@ class MemoryHolder:
                 os.close(file)
             self._kept = None
             self._changed.notify_all()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wake:
-            wake.connect("\0" + self.address)
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`, and is done also where a queue of others is full
         self._accepting.join()
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 connection, _ = self._listener.accept()
-                if self._closed:
+                if _of_this_user(connection):
+                    threading.Thread(target=self._serve, args=(connection,), daemon=True, name="weights").start()
+                else:
                     connection.close()
-                    return
-                threading.Thread(target=self._serve, args=(connection,), daemon=True, name="weights").start()
             except (OSError, RuntimeError) as error:  # no more files or threads: later there are
-                log.warning("an engine that asks for the shared weights waits: %s", error)
-                time.sleep(0.1)
+                if not self._closed:
+                    log.warning("an engine that asks for the shared weights waits: %s", error)
+                    time.sleep(0.1)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection:
             try:
-                if not _of_this_user(connection):
-                    return
                 asked, files = _receive(connection)
                 if asked["what"] == "put":
                     self._keep(Deposit(asked["said"], files))
