@@ -22,7 +22,7 @@ class Saved(NamedTuple):
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `training_client` and `save`."""
-    parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
+    parser.add_argument("--base-url", "--url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
     parser.add_argument("--save-every", type=int, default=0, metavar="N", help="also save every N steps")
     parser.add_argument("--resume", metavar="PATH", help="go on from this training state, tinker://RUN/weights/NAME")
 

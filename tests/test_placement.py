@@ -41,8 +41,12 @@ def gpus_of(found: list[Layout]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]
 def test_by_default_every_gpu_trains_and_samples_and_shares_only_what_has_to_be_shared() -> None:
     found = layouts(BackendOptions(), 4, kv_heads=8)
     shared = [(1, 1), (1, 4), (2, 1), (2, 4), (4, 1), (4, 4)]
-    assert found == [Layout((0, 1, 2, 3), (0, 1, 2, 3), tp, shards) for tp, shards in shared] + [ONE_GPU]
-    assert [each.sample_tp for each in layouts(BackendOptions(shard="never"), 6, kv_heads=2)] == [1, 2, 1]
+    together = [Layout((0, 1, 2, 3), (0, 1, 2, 3), tp, shards) for tp, shards in shared]
+    halves = [Layout((0, 1), (2, 3), tp, shards) for tp in (1, 2) for shards in (1, 2)]
+    assert found == [*together, *halves, ONE_GPU]
+    assert [each.sample_tp for each in layouts(BackendOptions(shard="never"), 6, kv_heads=2)] == [1, 2, 1, 1]
+    assert layouts(BackendOptions(), 2, kv_heads=8)[-2:] == [Layout((0,), (1,)), ONE_GPU]
+    assert layouts(BackendOptions(), 3, kv_heads=8)[-3:] == [Layout((0,), (1, 2)), Layout((0,), (1, 2), 2), ONE_GPU]
     assert layouts(BackendOptions(sample_tp=2), 2, kv_heads=8) == [Layout((0, 1), (0, 1), 2, n) for n in (1, 2)]
     assert layouts(BackendOptions(shard=2), 4, kv_heads=1) == [Layout((0, 1, 2, 3), (0, 1, 2, 3), 1, 2)]
 
@@ -249,10 +253,13 @@ def test_as_much_is_shared_as_the_memory_of_the_gpus_asks_for(place: Place, free
     assert shared(32) == (4, 2)
     assert shared(28) == (4, 4)
     assert shared(50, sample_tp=4, shard=2) == (2, 4)
-    with pytest.raises(ValueError, match=r"^GPU 0: 20.0 GiB .* \(10.2 GiB and 4.4 GiB\)"):
-        shared(20)
-    with pytest.raises(ValueError, match=r"^GPU 0: 20.0 GiB .* \(17.4 GiB and 4.4 GiB\)"):
-        shared(20, shard="never")
+    free.update(dict.fromkeys(range(4), 20))
+    assert place(16).layout == Layout((0, 1), (2, 3), 2, 2), "one half trains"
+    free.update(dict.fromkeys(range(4), 10))
+    with pytest.raises(ValueError, match=r"^GPU 0: 10.0 GiB .* \(10.2 GiB and 4.4 GiB\)"):
+        place(16)
+    with pytest.raises(ValueError, match=r"^GPU 0: 10.0 GiB .* \(17.4 GiB and 4.4 GiB\)"):
+        place(16, shard="never")
 
 
 def test_ranks_that_share_layers_take_twice_the_tokens_where_they_train_alone_and_have_room(

@@ -50,6 +50,12 @@ def test_a_base_url_that_is_none_is_refused_by_name(url: str) -> None:
     assert url.rstrip("/") in str(error.value)
 
 
+@pytest.mark.parametrize("path", ["/v1", "/api/v1", "/v1/", "/oai/api/v1"])
+def test_a_base_url_of_openai_s_clients_is_refused_with_what_to_leave_out(path: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"base_url: leave out {path.rstrip('/')} of"):
+        local.ServiceClient(base_url=f"http://127.0.0.1:8000{path}")
+
+
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_missing_server_is_reported_without_trying_again(make: type) -> None:
     url = f"http://127.0.0.1:{unused_port()}"

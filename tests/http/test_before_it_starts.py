@@ -84,7 +84,9 @@ def test_weights_that_are_absent_pickled_or_of_another_format_are_named(folder: 
 
 
 def test_configs_tokenizers_and_processors_that_are_absent_or_wrong_are_named(folder: Path, tmp_path: Path) -> None:
-    assert "there is no folder" in problems(tmp_path / "nothing")[0]
+    assert problems(tmp_path / "nothing") == [
+        f"there is no folder {tmp_path}/nothing; a hub name has the form ORG/NAME"
+    ]
     for name in model_folder.TOKENIZERS:
         (folder / name).unlink(missing_ok=True)
     found = look_at(ModelSource("m", str(folder)))
@@ -117,13 +119,40 @@ def test_memory_for_both_copies_is_looked_at(folder: Path, monkeypatch: pytest.M
         assert (found.level, "one copy each" in found.text) == (level, True)
 
 
+def test_of_a_gpu_one_copy_and_the_plan_are_looked_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = 2 * look_at(ModelSource("m", str(folder))).parameters
+    gpus = {0: (0, weights + 1)}
+    monkeypatch.setattr(check_command, "_gpus", lambda: gpus)
+    monkeypatch.setattr("tinker_local.backend.heap.names_of_gpus", lambda: dict.fromkeys(gpus, "NVIDIA H100"))
+    monkeypatch.setattr(check_command, "_version", {"vllm": "0.32.0"}.get)
+
+    def looked(**options: Any) -> list[tuple[str, str]]:
+        found = check_model(ModelSource("m", str(folder)), BackendOptions(**options), whole=True)
+        return [(each.level, each.text) for each in found]
+
+    (memory, told), (plan, why) = looked()
+    assert (memory, "trainer and sampler read one copy" in told) == ("ok", True)
+    assert (plan, "GiB of GPU memory are free, but the weights" in why) == ("problem", True)
+    (memory, told), _ = looked(shared_weights="off")
+    assert (memory, "hold one copy each" in told) == ("problem", True)
+    gpus[0] = (0, 80 * 2**30)
+    assert looked(max_context_length=64)[1] == ("ok", "fits, with up to 64 positions")
+    gpus[1] = gpus[0]
+    (_, told), (_, where) = looked(max_context_length=64, train_gpus=(1,))
+    assert "hold one copy each" in told
+    assert where.endswith("trains on GPU 1 and samples on GPU 0")
+
+
 def test_a_name_of_a_hub_that_cannot_be_reached_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants as hub
 
     source = ModelSource("a/model", "a/model")
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
     (found,) = check_model(source, BackendOptions())
-    assert (found.level, found.text) == ("problem", "a/model is not in the cache, and HF_HUB_OFFLINE is set")
+    assert (found.level, found.text) == (
+        "problem",
+        "there is no folder a/model; as a hub name it is not in the cache, and HF_HUB_OFFLINE is set",
+    )
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.delenv("HTTPS_PROXY", raising=False)

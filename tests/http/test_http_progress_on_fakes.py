@@ -4,7 +4,7 @@ import itertools
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -179,7 +179,7 @@ async def test_an_owner_sees_its_own_runs_and_not_how_busy_others_are_on_fakes(
     await world(api, ALICE)
     seen = {}
     for key in (ALICE, BOB, ADMIN):
-        answer = await api.http.get("/api/v1/status?check_weights=true", headers={"X-API-Key": key})
+        answer = await api.http.get("/api/v1/status", headers={"X-API-Key": key})
         seen[key] = answer.json()
     assert {run["owner"] for run in seen[ALICE]["runs"]} == {"alice"}
     assert seen[BOB]["runs"] == []
@@ -187,7 +187,11 @@ async def test_an_owner_sees_its_own_runs_and_not_how_busy_others_are_on_fakes(
     for key in (ALICE, BOB):
         assert seen[key].keys() == {"version", "time", "problems", "runs", "models"}
         assert all(model.keys() == {"names"} for model in seen[key]["models"])
-    assert len(seen[ADMIN]["weights"]) == 1
+        answer = await api.http.post("/api/v1/check_weights", headers={"X-API-Key": key})
+        assert answer.status_code == 403
+        assert answer.json()["detail"].startswith("only an admin may have the weights checked")
+    answer = await api.http.post("/api/v1/check_weights", headers={"X-API-Key": ADMIN})
+    assert len(answer.json()["weights"]) == 1
     assert seen[ADMIN]["memory_bytes"] > 2**20
     assert seen[ADMIN]["models"][0].keys() == {"names", "start", *progress_routes.OF_MODELS}
 
@@ -216,42 +220,52 @@ def test_log_metrics_and_status_work_on_a_running_server_on_fakes(fake_server: S
     checked = CliRunner().invoke(main, ["status", "--url", fake_server.url, "--check-weights"])
     assert checked.exit_code == 0
     assert "trainer and sampler have a copy each" in checked.output
+    assert CliRunner().invoke(main, ["status", "--base-url", fake_server.url]).output.startswith("runs: 1")
+    with pytest.raises(tinker.NotFoundError, match="leave out /v1 of the base_url"):
+        tinker.ServiceClient(base_url=f"{fake_server.url}/v1")
     narrow = CliRunner().invoke(main, ["status", "--url", fake_server.url], env={"COLUMNS": "80"}).output.splitlines()
     at = next(at for at, line in enumerate(narrow) if line.startswith(f"{run.model_id}  fake/bigram, rank 4"))
     assert narrow[at + 1].startswith("  1 step (1 unsaved), 2 tokens, loss ")
     assert any("training idle, sampling idle, KV cache 0%" in line for line in narrow)
-    for url, words in (("http://127.0.0.1:1", "no server answers at"), ("nonsense", "--url")):
+    for url, words in (
+        ("http://127.0.0.1:1", "no server answers at"),
+        ("nonsense", "--url"),
+        (f"{fake_server.url}/v1", "leave out /v1"),
+    ):
         outcome = CliRunner().invoke(main, ["status", "--url", url])
         assert outcome.exit_code != 0
         assert words in outcome.output
 
 
-async def test_status_checks_the_frozen_weights_when_it_is_asked_to_on_fakes(
+async def test_the_frozen_weights_are_checked_when_an_admin_asks_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "weights" not in (await api.get("status")).json()
-    (apart,) = (await api.get("status", check_weights=True)).json()["weights"]
+    async def checked() -> dict[str, Any]:
+        (check,) = (await api.ok("check_weights", {}))["weights"]
+        return cast(dict[str, Any], check)
+
+    apart = await checked()
     assert status_command._weights(apart) == (
         "frozen weights: trainer and sampler have a copy each, and are compared at a start alone"
     )
     monkeypatch.setattr(api.trainer, "check_weights", lambda: (43, ""))
-    (whole,) = (await api.get("status", check_weights=True)).json()["weights"]
-    assert status_command._weights(whole).startswith("frozen weights: 43 shared matrices are what was written (0.")
+    assert status_command._weights(await checked()).startswith(
+        "frozen weights: 43 shared matrices are what was written (0."
+    )
 
     changed = "the frozen weights have changed in memory: lm_head.weight"
     monkeypatch.setattr(api.trainer, "check_weights", lambda: (43, changed))
-    found = (await api.get("status", check_weights=True)).json()
-    assert found["problems"] == [
+    assert status_command._weights(await checked()) == (
         "fake/bigram: the frozen weights have changed in memory: lm_head.weight; start the server again"
-    ]
-    assert status_command._weights(found["weights"][0]) == ""
+    )
 
     def ended() -> Any:
         raise ProcessEndedError("the trainer's process was ended by SIGKILL")
 
     monkeypatch.setattr(api.trainer, "check_weights", ended)
-    (problem,) = (await api.get("status", check_weights=True)).json()["problems"]
-    assert problem == "fake/bigram: the frozen weights were not checked: the trainer's process was ended by SIGKILL"
+    assert (await checked())[
+        "problem"
+    ] == "fake/bigram: the frozen weights were not checked: the trainer's process was ended by SIGKILL"
 
 
 def test_status_says_where_a_start_went_and_what_of_a_gpu_is_cache() -> None:

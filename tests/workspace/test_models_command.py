@@ -1,13 +1,14 @@
 """`tinker-local models` and README's table say what the memory plan says."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from tinker_local.backend.cli.main import main
-from tinker_local.backend.models.fitting import SHAPES, Fitting, known_config, row
+from tinker_local.backend.models.fitting import SHAPES, Fitting, free_gpu, known_config, row
 from tinker_local.backend.models.gpu_plan import USUAL
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 
@@ -25,18 +26,19 @@ def test_rows_of_readme_are_the_plans() -> None:
 )
 def test_the_plan_from_numbers_is_that_of_the_modules_that_torch_makes(name: str) -> None:
     numbers, modules = Fitting.known(name), Fitting.of(known_config(name))
-    assert numbers.on(80) == modules.on(80)
-    assert numbers._sizes == modules._sizes
-    assert numbers._memory(8192, 32) == modules._memory(8192, 32)
+    assert numbers.on([free_gpu(80)]) == modules.on([free_gpu(80)])
+    assert numbers.model.sizes == modules.model.sizes
+    assert numbers.model.kv_heads == modules.model.kv_heads
+    assert numbers.model.memory(8192, 32) == modules.model.memory(8192, 32)
 
 
 def test_more_memory_fits_more_and_the_defaults_are_those_of_the_sampler() -> None:
     fit = Fitting.known("Qwen/Qwen3-0.6B")
-    contexts = [fit.on(gib).context for gib in (4, 12, 16, 80)]
+    contexts = [fit.on([free_gpu(gib)]).context for gib in (4, 12, 16, 80)]
     assert contexts == sorted(contexts)
     assert (contexts[0], contexts[-1]) == (0, 40960)
-    assert fit.on(80).parameters == 596_049_920
-    assert "GiB" in fit.on(4).least
+    assert fit.on([free_gpu(80)]).parameters == 596_049_920
+    assert "GiB" in fit.on([free_gpu(4)]).least
     defaults = EngineOptions("m")
     assert (defaults.adapters_per_step, defaults.image_cache_bytes) == (USUAL.adapter_slots, USUAL.image_cache)
 
@@ -54,12 +56,58 @@ def test_well_known_models_and_the_check_of_the_machine_take_no_torch(tmp_path: 
         assert done.stdout.count("fits    ") == (len(SHAPES) if command[0] == "models" else 0)
 
 
-@pytest.mark.parametrize("given", ["H2000", "0", "nan", "-3"])
+def planned(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["models", *arguments])
+
+
+@pytest.mark.parametrize("given", ["H2000", "0", "nan", "-3", "2xH2000"])
 def test_an_unknown_gpu_is_named_with_those_that_are_known(given: str) -> None:
-    done = CliRunner().invoke(main, ["models", f"--gpu={given}"])
+    done = planned(f"--gpu={given}")
     assert done.exit_code == 2
-    assert f"{given!r} is neither GiB" in done.output
+    assert f"{given.removeprefix('2x')!r} is neither GiB" in done.output
     assert "H200" in done.output
+
+
+@pytest.mark.parametrize("given", ["RTX 4090", "RTX4090", "rtx-4090", "4090", "NVIDIA GeForce RTX 4090"])
+def test_a_gpu_has_the_names_that_people_write(given: str) -> None:
+    done = planned("--gpu", given, "Qwen/Qwen3-8B")
+    assert done.output.startswith("one RTX 4090 of 23.5 GiB"), done.output
+
+
+def test_the_plan_takes_the_options_that_a_refusal_advises() -> None:
+    """`--max-rank` and others, and GPUs."""
+
+    def fit(*options: str) -> int:
+        output = planned("Qwen/Qwen3-8B", *options).output
+        found = re.search(r"up to ([\d,]+) positions", output)
+        return int(found[1].replace(",", "")) if found else 0
+
+    usual = fit("--gpu=4090")
+    assert 0 < usual < fit("--gpu=4090", "--max-rank=32") < 40960
+    assert fit("--gpu=4090", "--max-context-length=1024") == 1024
+    assert fit("--gpu=4090", "--micro-batch-tokens=1024") > usual
+    assert fit("--gpu=4090", "--dtype=float32") == fit("--gpu=4090", "--shared-weights=off") == 0
+    assert fit("--gpu=2x4090") > usual, "one trains and one samples"
+    apart = planned("Qwen/Qwen3-8B", "--gpu=2xRTX 5090", "--sample-gpus=1").output
+    assert apart.splitlines()[1].endswith("up to 40,960 positions; trains on GPU 0 and samples on GPU 1")
+    assert "there is no GPU 2" in planned("Qwen/Qwen3-8B", "--gpu=2xH100", "--sample-gpus=2").output
+
+
+def test_a_folder_that_is_not_there_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants as hub
+
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "ENDPOINT", "http://127.0.0.1:9")
+    for name in ("HTTPS_PROXY", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for path, words in (
+        (f"{tmp_path}/none", f"there is no folder {tmp_path}/none; a hub name has the form ORG/NAME"),
+        ("models", "there is no folder models; a hub name has the form ORG/NAME"),
+        ("models/none", "there is no folder models/none; as a hub name it is not in the cache, and 127.0.0.1:9"),
+    ):
+        done = planned("--gpu=H200", path)
+        assert done.exit_code == 2
+        assert words in done.output.replace("\n", " ")
 
 
 def test_the_config_of_a_folder_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

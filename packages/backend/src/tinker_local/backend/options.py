@@ -139,6 +139,16 @@ def _amount(name: str, number: str) -> float:
     return int(value)
 
 
+USUAL_OPTIONS = "Options"
+OF_ENGINES = "Memory and speed"
+OF_GPUS = "Several GPUs and processes"
+OF_CLIENTS = "What clients may do"
+LIMITS = "Limits"
+OF_SAVING = "Sessions and what is saved"
+LOGS = "Logs"
+GROUPS = (USUAL_OPTIONS, OF_ENGINES, OF_GPUS, OF_CLIENTS, LIMITS, OF_SAVING, LOGS)
+
+
 @dataclass(frozen=True, slots=True)
 class CommandOption:
     """How a field of `BackendOptions` appears on the command line.
@@ -153,6 +163,8 @@ class CommandOption:
     must_exist: the folder has to exist.
     parse: parses one value of an option that may be repeated; ValueError if it is invalid.
     parse_one: parses the value of an option that may not be repeated; ValueError if it is invalid.
+    group: where `--help` lists it, one of `GROUPS`.
+    planned: the plan of a GPU's memory depends on it.
     """
 
     help: str
@@ -165,6 +177,8 @@ class CommandOption:
     must_exist: bool = False
     parse: Callable[[str], Any] | None = None
     parse_one: Callable[[str], Any] | None = None
+    group: str = USUAL_OPTIONS
+    planned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +189,18 @@ class BackendOptions:
         Path, CommandOption("Folder for checkpoints and metadata.", shown_default="~/.local/share/tinker-local")
     ] = field(default_factory=default_data_dir)
     dtype: Annotated[
-        DType | None, CommandOption("Element type of the base model. Default: float32 on CPU, bfloat16 on GPU.")
+        DType | None,
+        CommandOption(
+            "Element type of the base model. Default: float32 on CPU, bfloat16 on GPU.", group=OF_ENGINES, planned=True
+        ),
     ] = None
     trainer: Annotated[
         EnginePlace | None,
         CommandOption(
             "Train in the server's process, or in a separate one, which does not share the GIL, and is started again "
             "if it ends or hangs. "
-            "Default: process on GPU, inline on CPU and with --fake."
+            "Default: process on GPU, inline on CPU and with --fake.",
+            group=OF_GPUS,
         ),
     ] = None
     trainer_timeout: Annotated[
@@ -191,13 +209,15 @@ class BackendOptions:
             "Seconds that a call of a separate trainer process may take, besides 0.01 for each position in it. After "
             "that the process is ended and started again.",
             least=1,
+            group=OF_GPUS,
         ),
     ] = 120.0
     sampler: Annotated[
         EnginePlace | None,
         CommandOption(
             "Sample in the server's process, or in a separate one for each base model, which does not share the GIL, "
-            "and is started again if it ends or hangs. Default: process on GPU, inline on CPU and with --fake."
+            "and is started again if it ends or hangs. Default: process on GPU, inline on CPU and with --fake.",
+            group=OF_GPUS,
         ),
     ] = None
     sampler_timeout: Annotated[
@@ -206,6 +226,7 @@ class BackendOptions:
             "Seconds that a step of a separate sampler process may take, besides as many as its first start took. "
             "After that the process is ended and started again.",
             least=1,
+            group=OF_GPUS,
         ),
     ] = 120.0
     train_gpus: Annotated[
@@ -216,6 +237,8 @@ class BackendOptions:
             "not name, or all; one trainer on CPU.",
             metavar="GPUS",
             parse_one=parse_gpus,
+            group=OF_GPUS,
+            planned=True,
         ),
     ] = ()
     train_hosts: Annotated[
@@ -224,6 +247,7 @@ class BackendOptions:
             "Hosts that train, this one among them. On each there are as many ranks of the trainer as here, on GPUs "
             "that Ray has.",
             least=1,
+            group=OF_GPUS,
         ),
     ] = 1
     sample_hosts: Annotated[
@@ -232,6 +256,7 @@ class BackendOptions:
             "Hosts that sample, this one among them. On each there are as many replicas of the sampler as here, on "
             "GPUs that Ray has.",
             least=1,
+            group=OF_GPUS,
         ),
     ] = 1
     ray_address: Annotated[
@@ -241,6 +266,7 @@ class BackendOptions:
             "and a token.",
             metavar="HOST:PORT",
             parse_one=parse_host_and_port,
+            group=OF_GPUS,
         ),
     ] = None
     shard: Annotated[
@@ -251,6 +277,8 @@ class BackendOptions:
             "do not fit beside the rest.",
             metavar="auto|never|N",
             parse_one=parse_shard,
+            group=OF_GPUS,
+            planned=True,
         ),
     ] = "auto"
     context_parallel: Annotated[
@@ -260,6 +288,8 @@ class BackendOptions:
             "have as many times --micro-batch-tokens, and a sequence be longer than one GPU has memory for. N must "
             "divide their number and the model's KV heads.",
             least=1,
+            group=OF_GPUS,
+            planned=True,
         ),
     ] = 1
     sample_gpus: Annotated[
@@ -270,6 +300,8 @@ class BackendOptions:
             "processes. Default: the GPUs that --train-gpus does not name, or all; one sampler on CPU.",
             metavar="GPUS",
             parse_one=parse_gpus,
+            group=OF_GPUS,
+            planned=True,
         ),
     ] = ()
     sample_tp: Annotated[
@@ -279,6 +311,8 @@ class BackendOptions:
             "It must divide their number and the model's KV heads. Default: as few as have room for the model; 1 on "
             "CPU.",
             least=1,
+            group=OF_GPUS,
+            planned=True,
         ),
     ] = None
     decoder: Annotated[
@@ -286,6 +320,8 @@ class BackendOptions:
         CommandOption(
             "How layers are trained: with a hand-written forward and backward, with transformers' modules and "
             "autograd, or with the first where it supports the layers and the second otherwise.",
+            group=OF_ENGINES,
+            planned=True,
         ),
     ] = "auto"
     shared_weights: Annotated[
@@ -293,29 +329,37 @@ class BackendOptions:
         CommandOption(
             "Whether trainer and sampler read one copy of the weights, of all matrices that vLLM keeps as they are: "
             "auto, where the server sees one GPU; always, on a CPU, too; off, each has a copy.",
+            group=OF_ENGINES,
+            planned=True,
         ),
     ] = "auto"
     strict_losses: Annotated[
         bool,
         CommandOption(
             "Refuse stable_reinforce, whose objective on the hosted service is not public, instead of training it by "
-            "this project's definition."
+            "this project's definition.",
+            group=OF_CLIENTS,
         ),
     ] = False
     strict_hosted: Annotated[
         bool,
         CommandOption(
             "Refuse what the hosted service is known to refuse and this server takes: ranks that are not powers of 2, "
-            "and training of vision towers."
+            "and training of vision towers.",
+            group=OF_CLIENTS,
         ),
     ] = False
-    max_adapters: Annotated[int, CommandOption("Maximum number of training runs in memory.", least=1)] = 64
-    max_rank: Annotated[int, CommandOption("Maximum LoRA rank.", least=1, most=512)] = 128
+    max_adapters: Annotated[
+        int, CommandOption("Maximum number of training runs in memory.", least=1, group=OF_ENGINES)
+    ] = 64
+    max_rank: Annotated[int, CommandOption("Maximum LoRA rank.", least=1, most=512, planned=True)] = 128
     train_vision: Annotated[
         bool,
         CommandOption(
             "Let clients also train the vision towers of models (`train_vision`). Adapters, and vLLM's slots for them, "
-            "then take more memory. Default: towers are frozen."
+            "then take more memory. Default: towers are frozen.",
+            group=OF_ENGINES,
+            planned=True,
         ),
     ] = False
     max_adapter_bytes: Annotated[
@@ -324,6 +368,7 @@ class BackendOptions:
             "Maximum memory for all adapters, with their gradients and optimizer state. Default: no limit.",
             flag="--max-adapter-memory",
             gib=True,
+            group=OF_ENGINES,
         ),
     ] = None
     max_context_length: Annotated[
@@ -331,6 +376,7 @@ class BackendOptions:
         CommandOption(
             "Limit the context length of the models. Default: the model's own, with longrope before its extension.",
             least=16,
+            planned=True,
         ),
     ] = None
     compare_seconds: Annotated[
@@ -339,6 +385,7 @@ class BackendOptions:
             "Seconds that the start may take to compare trainer and sampler on long texts; 0: only on short ones. What "
             "was found is kept in the data folder for later starts.",
             least=0,
+            group=OF_ENGINES,
         ),
     ] = 30.0
     micro_batch_tokens: Annotated[
@@ -348,12 +395,16 @@ class BackendOptions:
             f"{MICRO_BATCH_TOKENS}, or twice as many on GPUs that share the trainer's layers, do not sample, and have "
             f"the memory; {CPU_MICRO_BATCH_TOKENS} on a CPU.",
             least=1,
+            group=OF_ENGINES,
+            planned=True,
         ),
     ] = None
     image_folder: Annotated[
         Path | None,
         CommandOption(
-            "Prompts may name images in this folder (`ImageAssetPointerChunk`). Default: none.", must_exist=True
+            "Prompts may name images in this folder (`ImageAssetPointerChunk`). Default: none.",
+            must_exist=True,
+            group=OF_CLIENTS,
         ),
     ] = None
     image_hosts: Annotated[
@@ -364,12 +415,18 @@ class BackendOptions:
             flag="--image-host",
             metavar="HOST[:PORT]",
             parse=check_image_host,
+            group=OF_CLIENTS,
         ),
     ] = ()
     max_queued_requests: Annotated[
-        int, CommandOption("Maximum number of queued training requests. Beyond it, clients must slow down.", least=1)
+        int,
+        CommandOption(
+            "Maximum number of queued training requests. Beyond it, clients must slow down.", least=1, group=LIMITS
+        ),
     ] = 8192
-    max_queued_requests_per_session: Annotated[int, CommandOption("The same, for one session.", least=1)] = 2048
+    max_queued_requests_per_session: Annotated[
+        int, CommandOption("The same, for one session.", least=1, group=LIMITS)
+    ] = 2048
     max_queued_bytes: Annotated[
         int,
         CommandOption(
@@ -377,10 +434,11 @@ class BackendOptions:
             "clients must slow down.",
             flag="--max-queued-memory",
             gib=True,
+            group=LIMITS,
         ),
     ] = 4 * 2**30
     max_queued_bytes_per_session: Annotated[
-        int, CommandOption("The same, for one session.", flag="--max-queued-memory-per-session", gib=True)
+        int, CommandOption("The same, for one session.", flag="--max-queued-memory-per-session", gib=True, group=LIMITS)
     ] = 2**30
     max_result_bytes: Annotated[
         int,
@@ -390,10 +448,11 @@ class BackendOptions:
             "session that has most, of the owner that has most.",
             flag="--max-results",
             gib=True,
+            group=LIMITS,
         ),
     ] = 8 * 2**30
     max_result_bytes_per_session: Annotated[
-        int, CommandOption("The same, for one session.", flag="--max-results-per-session", gib=True)
+        int, CommandOption("The same, for one session.", flag="--max-results-per-session", gib=True, group=LIMITS)
     ] = 2 * 2**30
     max_ephemeral_bytes: Annotated[
         int,
@@ -402,10 +461,14 @@ class BackendOptions:
             "are dropped, of the owner that has most.",
             flag="--max-ephemeral-versions",
             gib=True,
+            group=LIMITS,
         ),
     ] = 64 * 2**30
     max_ephemeral_bytes_per_session: Annotated[
-        int, CommandOption("The same, for one session.", flag="--max-ephemeral-versions-per-session", gib=True)
+        int,
+        CommandOption(
+            "The same, for one session.", flag="--max-ephemeral-versions-per-session", gib=True, group=LIMITS
+        ),
     ] = 16 * 2**30
     quotas: Annotated[
         tuple[OwnerQuota, ...],
@@ -417,6 +480,7 @@ class BackendOptions:
             flag="--quota",
             metavar="[OWNER:]NAME=NUMBER[,...]",
             parse=OwnerQuota.parse,
+            group=LIMITS,
         ),
     ] = ()
     kv_cache_bytes: Annotated[
@@ -425,13 +489,22 @@ class BackendOptions:
             "Size of vLLM's KV cache. Default: 0.25 on CPU; on GPU, what the trainer leaves free.",
             flag="--kv-cache",
             gib=True,
+            group=OF_ENGINES,
+            planned=True,
         ),
     ] = None
     gpu_memory_utilization: Annotated[
-        float, CommandOption("Share of the GPU's free memory for trainer and vLLM together.", least=0.05, most=1.0)
+        float,
+        CommandOption(
+            "Share of the GPU's free memory for trainer and vLLM together.",
+            least=0.05,
+            most=1.0,
+            group=OF_ENGINES,
+            planned=True,
+        ),
     ] = 0.98
     session_timeout: Annotated[
-        float, CommandOption("Seconds without a heartbeat after which a session ends.", least=1)
+        float, CommandOption("Seconds without a heartbeat after which a session ends.", least=1, group=OF_SAVING)
     ] = 300.0
     autosave: Annotated[
         float | None,
@@ -440,12 +513,17 @@ class BackendOptions:
             "server stops, or a session ends without success.",
             metavar="MINUTES",
             least=0.001,
+            group=OF_SAVING,
         ),
     ] = None
     autosave_ttl: Annotated[
         float,
         CommandOption(
-            "Days after which what the server saved by itself expires.", metavar="DAYS", least=1 / 24, most=3650
+            "Days after which what the server saved by itself expires.",
+            metavar="DAYS",
+            least=1 / 24,
+            most=3650,
+            group=OF_SAVING,
         ),
     ] = 7.0
     stop_timeout: Annotated[
@@ -454,6 +532,7 @@ class BackendOptions:
             "Seconds within which a stop ends. All but the last 10 of them (or half, if that is less) may go to saving "
             "training runs with unsaved optimizer steps; 0 saves none.",
             least=0,
+            group=OF_SAVING,
         ),
     ] = 60.0
     expiry_grace: Annotated[
@@ -462,6 +541,7 @@ class BackendOptions:
             "Seconds after the start, and after a jump of the machine's clock, for which nothing that has expired is "
             "deleted.",
             least=0,
+            group=OF_SAVING,
         ),
     ] = 3600.0
     keep_sessions: Annotated[
@@ -470,6 +550,7 @@ class BackendOptions:
             "Days for which the record of an ended session is kept. One with checkpoints is kept longer.",
             least=1,
             most=36500,
+            group=OF_SAVING,
         ),
     ] = 365.0
     watch_logs: Annotated[
@@ -478,12 +559,14 @@ class BackendOptions:
             "Show the metrics of every `metrics.jsonl` below this folder in the console, as the Tinker Cookbook writes "
             "them, beside the run that the `checkpoints.jsonl` there names. Default: none.",
             must_exist=True,
+            group=LOGS,
         ),
     ] = None
     module_gradient_norms: Annotated[
         bool,
         CommandOption(
-            "Also report the norm of each module's gradient before clipping (`grad_norm/NAME`) in optimizer steps."
+            "Also report the norm of each module's gradient before clipping (`grad_norm/NAME`) in optimizer steps.",
+            group=OF_CLIENTS,
         ),
     ] = False
 
@@ -491,7 +574,8 @@ class BackendOptions:
         GrammarChoice,
         CommandOption(
             "Serve structured output and tools in OpenAI's and Anthropic's APIs: auto, with vLLM 0.32 or newer, which "
-            "has no known faults there; always, with an older one too; never."
+            "has no known faults there; always, with an older one too; never.",
+            group=OF_CLIENTS,
         ),
     ] = "auto"
 
@@ -502,6 +586,7 @@ class BackendOptions:
             "Default: that of each model's family.",
             metavar="NAME",
             parse_one=str,
+            group=OF_CLIENTS,
         ),
     ] = None
 

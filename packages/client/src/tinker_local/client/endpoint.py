@@ -42,12 +42,14 @@ class Endpoint:
 def resolve_endpoint(base_url: str | None, api_key: str | None) -> Endpoint:
     """The arguments, else $TINKER_BASE_URL and $TINKER_API_KEY, else the local defaults. Empty values count as unset.
 
-    Raises InvalidRequestError for a base URL that is not http or https with a host.
+    Raises InvalidRequestError for a base URL that is not http or https with a host, or that ends as OpenAI's do.
     """
     url = (base_url or os.environ.get("TINKER_BASE_URL") or DEFAULT_BASE_URL).rstrip("/")
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InvalidRequestError(f"base_url: must look like {DEFAULT_BASE_URL}, not {url!r}")
+    if parts.path.endswith("/v1"):
+        raise InvalidRequestError(f"base_url: leave out {parts.path} of {url!r}; it is for OpenAI's clients")
     return Endpoint(url, api_key or os.environ.get("TINKER_API_KEY") or DEFAULT_API_KEY)
 
 

@@ -9,16 +9,25 @@ from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import click
-from tinker_local.backend.options import BackendOptions, CommandOption, default_data_dir
+from tinker_local.backend.options import GROUPS, USUAL_OPTIONS, BackendOptions, CommandOption, default_data_dir
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def backend_options(command: Command) -> Command:
     """Decorate `command` with them; it gets their values by the names of the fields."""
+    return _with_options(command, lambda option: True)
+
+
+def plan_options(command: Command) -> Command:
+    """The same with those alone on which the plan of a GPU's memory depends."""
+    return _with_options(command, lambda option: option.planned)
+
+
+def _with_options(command: Command, wanted: Callable[[CommandOption], bool]) -> Command:
     hints = get_type_hints(BackendOptions, include_extras=True)
     for each in reversed(fields(BackendOptions)):
-        if get_origin(hint := hints[each.name]) is Annotated:
+        if get_origin(hint := hints[each.name]) is Annotated and wanted(get_args(hint)[1]):
             command = _click_option(each, *get_args(hint))(command)
     return command
 
@@ -62,7 +71,7 @@ def _one_value(
 
 def _click_option(each: "Field[Any]", hint: Any, option: CommandOption) -> Callable[[Command], Command]:
     kind = next(arm for arm in get_args(hint) if arm is not NoneType) if NoneType in get_args(hint) else hint
-    settings: dict[str, Any] = {"help": option.help, "metavar": option.metavar, "cls": Option}
+    settings: dict[str, Any] = {"help": option.help, "metavar": option.metavar, "cls": Option, "group": option.group}
     if option.parse is not None:
         settings |= {"multiple": True, "callback": each_value(option.parse)}
     elif option.parse_one is not None:
@@ -133,7 +142,12 @@ def _outside(number: float, least: float | None, most: float | None, largest: fl
 
 class Option(click.Option):
     """One that takes no empty value, as `--data-dir $NOTHING` is a mistake and not the working folder, and that has the
-    name of its flag in the environment: `--kv-cache` is `TINKER_LOCAL_SERVE_KV_CACHE`."""
+    name of its flag in the environment: `--kv-cache` is `TINKER_LOCAL_SERVE_KV_CACHE`. `group`: as of
+    `CommandOption`."""
+
+    def __init__(self, *args: Any, group: str = USUAL_OPTIONS, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.group = group
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
         flag = max(self.opts, key=len).lstrip("-").replace("-", "_").upper()
@@ -143,6 +157,20 @@ class Option(click.Option):
         if value == "" or (isinstance(value, tuple | list) and "" in value):
             raise click.BadParameter("the value is empty; give one, or leave the option out.", ctx, self)
         return super().type_cast_value(ctx, value)
+
+
+class GroupedCommand(click.Command):
+    """One whose help lists its options by their groups, what is most used first."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """See click."""
+        listed: dict[str, list[tuple[str, str]]] = {group: [] for group in GROUPS}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                listed[getattr(param, "group", USUAL_OPTIONS)].append(record)
+        for group, records in listed.items():
+            with formatter.section(group):
+                formatter.write_dl(records)
 
 
 def _bytes(_context: click.Context, _parameter: click.Parameter, gib: float | None) -> int | None:

@@ -9,10 +9,10 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
-from tinker_local.backend.cli.backend_options import WholeNumber, data_dir_option, each_value
+from tinker_local.backend.cli.backend_options import WholeNumber, data_dir_option, each_value, plan_options
 from tinker_local.backend.cli.install_engine import engine_command
 from tinker_local.backend.options import BackendOptions, ModelSource
 
@@ -62,9 +62,11 @@ def check_model(source: ModelSource, options: BackendOptions, *, whole: bool = F
     if whole and not found.problems and (problem := _fault_of_weights(source)) is not None:
         yield Finding("problem", what, problem)
     elif found.hub:
-        yield _hub(source, what)
+        yield of_hub(source, what)
     elif not found.problems:
         yield _memory(found.parameters, found.model_type, options, what)
+        if whole and _gpus() and _version("vllm") is not None:
+            yield _plan(source, options, what)
 
 
 def _fault_of_weights(source: ModelSource) -> str | None:
@@ -168,7 +170,7 @@ def _port(host: str, port: int) -> Finding:
     return Finding("ok", "port", f"{port} on {host} is free")
 
 
-def _hub(source: ModelSource, what: str) -> Finding:
+def of_hub(source: ModelSource, what: str) -> Finding:
     """Whether a hub's name is in the cache of this machine, or the hub answers."""
     if importlib.util.find_spec("huggingface_hub") is None:
         return Finding("problem", what, "huggingface_hub is not installed, which downloads models")
@@ -176,8 +178,9 @@ def _hub(source: ModelSource, what: str) -> Finding:
 
     if isinstance(try_to_load_from_cache(source.path, "config.json"), str):
         return Finding("ok", what, f"{source.path} is in the cache, at least in part")
+    missing = f"there is no folder {source.path}; as a hub name it is not in the cache"
     if constants.HF_HUB_OFFLINE:
-        return Finding("problem", what, f"{source.path} is not in the cache, and HF_HUB_OFFLINE is set")
+        return Finding("problem", what, f"{missing}, and HF_HUB_OFFLINE is set")
     if proxy := os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):
         return Finding("ok", what, f"{source.path} is not in the cache; serve downloads it through {_host_of(proxy)}")
     host = constants.ENDPOINT.partition("://")[2].partition("/")[0]
@@ -185,7 +188,7 @@ def _hub(source: ModelSource, what: str) -> Finding:
     try:
         socket.create_connection((name, int(port or 443)), HUB_SECONDS).close()
     except OSError as error:
-        return Finding("problem", what, f"{source.path} is not in the cache, and {host} does not answer: {error}")
+        return Finding("problem", what, f"{missing}, and {host} does not answer: {error}")
     return Finding("ok", what, f"{source.path} is not in the cache; {host} answers, and serve downloads it")
 
 
@@ -208,11 +211,30 @@ def _memory(parameters: int, model_type: str, options: BackendOptions, what: str
             f"GPU {at} {most / GIB:.0f} GiB, {(most - used) / GIB:.0f} free" for at, (used, most) in gpus.items()
         )
         most = sum(most for _, most in gpus.values())
-        why = f"trainer and sampler hold one copy each; {there}"
+        shared = len(gpus) == 1 and options.shared_weights != "off"
     else:
         most = memory_of_machine()
-        why = f"trainer and sampler hold one copy each in {most / GIB:.0f} GiB of memory, without a GPU"
-    return Finding("ok" if 2 * weights < most else "problem", what, f"{told}; {why}")
+        there = f"{most / GIB:.0f} GiB of memory, without a GPU"
+        shared = options.shared_weights == "always"
+    copies = "read one copy" if shared else "hold one copy each"
+    fits = (1 if shared else 2) * weights < most
+    return Finding("ok" if fits else "problem", what, f"{told}; trainer and sampler {copies}; {there}")
+
+
+def _plan(source: ModelSource, options: BackendOptions, what: str) -> Finding:
+    """Whether the plan that `serve` makes fits what is free on this machine's GPUs, and with how long a context."""
+    from tinker_local.backend.heap import names_of_gpus
+    from tinker_local.backend.models.fitting import CONTEXT, Fitting
+    from tinker_local.backend.models.plan_layout import GpuMemory
+    from tinker_local.backend.training.model.load_model import config_of
+
+    names = names_of_gpus()
+    gpus = [GpuMemory(most - used - CONTEXT, most, names.get(at, "")) for at, (used, most) in _gpus().items()]
+    fit = Fitting.of(config_of(source.path), options).on(gpus)
+    if not fit.context:
+        return Finding("problem", what, fit.least)
+    where = f", {fit.layout}" if len(gpus) > 1 else ""
+    return Finding("ok", what, f"fits, with up to {fit.context:,} positions{where}")
 
 
 def _gpus() -> dict[int, tuple[int, int]]:
@@ -233,19 +255,18 @@ def tell(findings: Sequence[Finding]) -> None:
 @click.command()
 @click.argument("models", nargs=-1, metavar="[NAME[=PATH]]...", callback=each_value(ModelSource.parse))
 @data_dir_option("The server's data folder.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="As of serve.")
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", default=8000, show_default=True, type=WholeNumber(0, 65535))
-def check(
-    models: tuple[ModelSource, ...], data_dir: Path, dtype: Literal["float32", "bfloat16"] | None, host: str, port: int
-) -> None:
+@plan_options
+def check(models: tuple[ModelSource, ...], data_dir: Path, host: str, port: int, **chosen: Any) -> None:
     """Look whether this machine can serve MODELS.
 
-    Looks at engines, versions, data folder and port, and at the files and the memory of each model. Loads nothing, but
+    Looks at engines, versions, data folder and port, and at the files and the memory of each model, which on a GPU is
+    the plan that `serve` makes with the same options. Loads nothing, but
     reads the weights once, to find numbers that are NaN: seconds, or as long as the disk takes. The exit status is 1 if
     there is a problem. `serve` looks at the same first, and at the weights' numbers while it loads them.
     """
-    options = BackendOptions(data_dir=data_dir, dtype=dtype)
+    options = BackendOptions(data_dir=data_dir, **chosen)
     findings = [*check_machine(options, host, port, fake=False)]
     for source in models:
         findings += check_model(source, options, whole=True)

@@ -1,68 +1,107 @@
-"""`tinker-local models`: which models fit a GPU, and with how long a context."""
+"""`tinker-local models`: which models fit GPUs, and with how long a context."""
 
 import importlib.util
-from typing import TYPE_CHECKING
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
-from tinker_local.backend.cli.backend_options import each_value
-from tinker_local.backend.options import ModelSource
+from tinker_local.backend.cli.backend_options import each_value, plan_options
+from tinker_local.backend.options import BackendOptions, ModelSource
 
 if TYPE_CHECKING:
     from tinker_local.backend.models.fitting import Fitting
+    from tinker_local.backend.models.plan_layout import GpuMemory
 
 
 @click.command()
 @click.argument("models", nargs=-1, metavar="[NAME[=PATH]]...", callback=each_value(ModelSource.parse))
-@click.option("--gpu", metavar="NAME|GIB", help="Plan for this GPU instead of this machine's: `H200`, or `80` GiB.")
-def models(models: tuple[ModelSource, ...], gpu: str | None) -> None:
-    """Say which models fit one GPU, and with how long a context.
+@click.option(
+    "--gpu",
+    metavar="[Nx]NAME|GIB",
+    help="Plan for this GPU instead of this machine's: `RTX 4090`, `80` GiB, or `2xH200` for two.",
+)
+@plan_options
+def models(models: tuple[ModelSource, ...], gpu: str | None, **options: Any) -> None:
+    """Say which models fit, and with how long a context.
 
-    MODELS are folders or names of a hub; without any, well-known ones. It is the plan that `serve` makes, in bfloat16
-    with default options, for a GPU that nothing else uses. Nothing is loaded or downloaded but configs.
+    MODELS are folders or names of a hub; without any, well-known ones. It is the plan that `serve` makes with the same
+    options, by default in bfloat16 and for one GPU that nothing else uses. Nothing is loaded or downloaded but configs.
     """
-    from tinker_local.backend.models.fitting import SHAPES
+    from tinker_local.backend.models.fitting import GIB, SHAPES
 
-    name, gib = _gpu(gpu)
-    click.echo(f"one {name or 'GPU'} of {gib:.1f} GiB, trainer and sampler in bfloat16")
+    chosen, gpus = BackendOptions(**options), _gpus(gpu)
+    first, count = gpus[0], len(gpus)
+    what = "one" if count == 1 else str(count)
+    each = f"{first.name or 'GPU'}{' each' if count > 1 else ''} of {first.total / GIB:.1f} GiB"
+    click.echo(f"{what} {each}, trainer and sampler in {chosen.dtype or 'bfloat16'}")
     for source in models or [ModelSource.parse(each) for each in SHAPES]:
-        fit = _fitting(source).on(gib, name)
+        fit = _fitting(source, chosen).on(gpus)
         size = f"{source.name}, {fit.parameters / 1e9:.3g}B parameters"
+        where = f"; {fit.layout}" if count > 1 else ""
         click.echo(
-            f"fits    {size}: up to {fit.context:,} positions" if fit.context else f"NOT     {size}: {fit.least}"
+            f"fits    {size}: up to {fit.context:,} positions{where}" if fit.context else f"NOT     {size}: {fit.least}"
         )
 
 
-def _fitting(source: ModelSource) -> "Fitting":
+def _fitting(source: ModelSource, options: BackendOptions) -> "Fitting":
     """Of a well-known model from its numbers, and of any other from its config, which takes torch."""
-    from tinker_local.backend.models.fitting import SHAPES, Fitting
+    from tinker_local.backend.models.fitting import SHAPES, Fitting, known_config
 
-    if source.path in SHAPES:
-        return Fitting.known(source.path)
+    of_numbers = not options.train_vision and options.decoder != "autograd"
+    if source.path in SHAPES and of_numbers:
+        return Fitting.known(source.path, options)
     if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
         raise click.UsageError(
             f"{missing[0]} is not installed, which plans of other models than the well-known ones need; run "
             "`tinker-local install-engine cpu`"
         )
+    from tinker_local.backend.training.model.load_model import config_of
     from tinker_local.types import UnsupportedError
-    from transformers import AutoConfig
 
     try:
-        return Fitting.of(AutoConfig.from_pretrained(source.path))
-    except (OSError, ValueError, UnsupportedError) as error:
+        if source.path in SHAPES:
+            return Fitting.of(known_config(source.path), options)
+        _check_where(source)
+        return Fitting.of(config_of(source.path), options)
+    except (ValueError, UnsupportedError) as error:
         raise click.UsageError(f"{source.name}: {error}") from None
 
 
-def _gpu(given: str | None) -> tuple[str, float]:
-    """The name, perhaps empty, and the GiB of the GPU to plan for."""
+def _check_where(source: ModelSource) -> None:
+    """ValueError if there is neither a folder nor a hub that has the config."""
+    from tinker_local.backend.cli.check_command import of_hub
+    from tinker_local.backend.models.model_folder import no_folder
+
+    if (problem := no_folder(source.path)) is not None:
+        raise ValueError(problem)
+    if not Path(source.path).exists() and (found := of_hub(source, source.name)).level == "problem":
+        raise ValueError(found.text)
+
+
+def _gpus(given: str | None) -> "list[GpuMemory]":
+    """The GPUs to plan for."""
     from tinker_local.backend.heap import memory_of_gpus
-    from tinker_local.backend.models.fitting import GIB, GPUS
+    from tinker_local.backend.models.fitting import GIB, free_gpu
 
     if given is None:
         if not (there := memory_of_gpus()):
             raise click.UsageError("this machine has no NVIDIA GPU to plan for; name one with --gpu, as in --gpu H200")
-        return "", min(most for _, most in there.values()) / GIB
-    by_name = {name.lower(): (name, gib) for name, gib in GPUS.items()}
-    if (known := by_name.get(given.strip().lower())) is not None:
+        return [free_gpu(most / GIB) for _, most in there.values()]
+    several = re.fullmatch(r"\s*(\d{1,3})\s*[x\u00d7]\s*(.+)", given, re.IGNORECASE)
+    count, one = (int(several[1]), several[2]) if several else (1, given)
+    if not 1 <= count <= 64:
+        raise click.BadParameter(f"{given!r}: 1 to 64 GPUs may be planned for", param_hint="--gpu")
+    return [free_gpu(*_one_gpu(one))] * count
+
+
+def _one_gpu(given: str) -> tuple[float, str]:
+    """The GiB of a GPU, and its name if it has one."""
+    from tinker_local.backend.models.fitting import GPUS
+
+    by_name = {_letters(name): (gib, name) for name, gib in GPUS.items()}
+    by_name |= {name.removeprefix("rtx"): found for name, found in by_name.items()}
+    if (known := by_name.get(_letters(given))) is not None:
         return known
     try:
         gib = float(given)
@@ -72,4 +111,9 @@ def _gpu(given: str | None) -> tuple[str, float]:
         raise click.BadParameter(
             f"{given!r} is neither GiB (1 to 10000) nor one of {', '.join(GPUS)}", param_hint="--gpu"
         )
-    return "", gib
+    return gib, ""
+
+
+def _letters(name: str) -> str:
+    """Of a GPU's name, what people do not leave out: `NVIDIA GeForce RTX 4090` is `rtx4090`."""
+    return re.sub("nvidia|geforce|[^a-z0-9.]", "", name.lower())

@@ -12,9 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from tinker_local.backend.cli.backend_options import Option, WholeNumber, backend_options, each_value
+from tinker_local.backend.cli.backend_options import (
+    GroupedCommand,
+    Option,
+    WholeNumber,
+    backend_options,
+    each_value,
+)
 from tinker_local.backend.cli.config_file import config_option
-from tinker_local.backend.options import BackendOptions, ModelSource
+from tinker_local.backend.options import LOGS, BackendOptions, ModelSource
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,8 +96,7 @@ def open_logs(files: "Mapping[str, str | None]", *, verbose: bool, as_objects: b
     return ServerLogs(terminal, access, audit)
 
 
-@click.command()
-@config_option
+@click.command(cls=GroupedCommand)
 @click.option(
     "--model",
     "models",
@@ -102,6 +107,7 @@ def open_logs(files: "Mapping[str, str | None]", *, verbose: bool, as_objects: b
     metavar="NAME[=PATH]",
     help="A base model: a hub name, or a name and a local folder. Repeat for more models or more names.",
 )
+@config_option
 @click.option("--host", default="127.0.0.1", show_default=True, cls=Option, help="Address to listen on.")
 @click.option(
     "--port",
@@ -122,6 +128,7 @@ def open_logs(files: "Mapping[str, str | None]", *, verbose: bool, as_objects: b
     "--trusted-proxy",
     "proxies",
     cls=Option,
+    group=LOGS,
     multiple=True,
     callback=each_value(_proxy),
     metavar="ADDRESS",
@@ -131,12 +138,14 @@ def open_logs(files: "Mapping[str, str | None]", *, verbose: bool, as_objects: b
 @click.option(
     "--access-log",
     cls=Option,
+    group=LOGS,
     metavar="FILE",
     help="Append a line of JSON for each request; `-` is standard output. Keys, URLs and contents are left out.",
 )
 @click.option(
     "--audit-log",
     cls=Option,
+    group=LOGS,
     metavar="FILE",
     help="Append a line of JSON for each thing that is created, saved, published, deleted or downloaded; `-` as above.",
 )
@@ -144,8 +153,16 @@ def open_logs(files: "Mapping[str, str | None]", *, verbose: bool, as_objects: b
 @click.option(
     "--fake", is_flag=True, help="Serve a stand-in written in numpy instead of the models, to try out the protocol."
 )
-@click.option("-v", "--verbose", is_flag=True, help="Log each request, and more of what the server does.")
-@click.option("--log-json", is_flag=True, help="Log to standard error as a JSON object a line, for machines.")
+@click.option(
+    "-v", "--verbose", is_flag=True, cls=Option, group=LOGS, help="Log each request, and more of what the server does."
+)
+@click.option(
+    "--log-json",
+    is_flag=True,
+    cls=Option,
+    group=LOGS,
+    help="Log to standard error as a JSON object a line, for machines.",
+)
 def serve(
     models: tuple[ModelSource, ...],
     host: str,

@@ -14,10 +14,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def server_options(command: F) -> F:
-    """Add `--url` and `--api-key`."""
+    """Add `--url`, which has the examples' name too, and `--api-key`."""
     key = click.option("--api-key", envvar="TINKER_API_KEY", default="tml-local", help="Its key, or TINKER_API_KEY.")
     url = click.option(
         "--url",
+        "--base-url",
+        "url",
         envvar="TINKER_BASE_URL",
         default="http://127.0.0.1:8000",
         show_default=True,
@@ -34,6 +36,8 @@ def open_client(url: str, headers: dict[str, str], *, read_seconds: float | None
     try:
         if httpx.URL(url).scheme not in ("http", "https"):
             raise ValueError("it must begin with http:// or https://")
+        if (path := httpx.URL(url).path.rstrip("/")).endswith("/v1"):
+            raise ValueError(f"leave out {path}")
         return httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout, trust_env=False)
     except (httpx.InvalidURL, ValueError) as error:
         raise click.BadParameter(f"{url}: {error}", param_hint="--url") from None

@@ -98,7 +98,10 @@ def install(app: FastAPI) -> None:
     async def _http_error(request: Request, error: HTTPException) -> Response:
         detail = error.detail
         if error.status_code == 404 and detail == "Not Found":
-            detail = f"there is no {request.method} {request.url.path} on this server"
+            path = request.url.path
+            detail = f"there is no {request.method} {path} on this server"
+            if (before := path.rpartition("/api/v1/")[0]).endswith("/v1"):
+                detail += f"; leave out {before} of the base_url"
         return plain(detail, error.status_code, request.url.path, error.headers)
 
     @app.exception_handler(RequestValidationError)

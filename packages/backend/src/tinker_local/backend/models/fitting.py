@@ -1,11 +1,13 @@
 """Which models fit which GPU, and with how long a context: the plan that `serve` makes, without the GPU."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tinker_local.backend.models.gpu_plan import COUNTED_RANK, SMALLER, USUAL, model_sizes, plan_gpu
+from tinker_local.backend.models.gpu_plan import model_sizes
+from tinker_local.backend.models.placement import ONE_GPU, Layout
+from tinker_local.backend.models.plan_layout import GpuMemory, PlannedModel, plan_layout
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.training.run.block_memory import attention_memory, decoder_memory, mlp_memory
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory
@@ -13,9 +15,6 @@ from tinker_local.backend.training.run.recompute_policy import ActivationMemory
 GIB = 2**30
 CONTEXT = GIB // 2
 """What the CUDA context of the process that plans takes from a free GPU."""
-
-ITEMSIZE = 2
-"""Bytes of a number in bfloat16."""
 
 STEP = 1024
 """Positions, to whose multiples a context is rounded down."""
@@ -91,11 +90,13 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """`context`: the longest, in positions, 0 if not even `STEP` fits; `least`: why, in the planner's words."""
+    """`context`: the longest, in positions, 0 if not even `STEP` fits; `least`: why, in the planner's words. `layout`:
+    for that context."""
 
     context: int
     parameters: int
     least: str = ""
+    layout: Layout = ONE_GPU
 
 
 def known_config(name: str) -> Any:
@@ -129,100 +130,85 @@ def _text_config(shape: Shape) -> dict[str, Any]:
 
 
 class Fitting:
-    """A model on GPUs of any size, in bfloat16, trainer and sampler on one; as `options` say."""
+    """A model on GPUs of any size, as `options` say; without them in bfloat16, with the defaults."""
 
-    def __init__(
-        self,
-        text: Mapping[str, Any],
-        parameters: int,
-        memory: Callable[[int, int], ActivationMemory],
-        options: BackendOptions,
-        *,
-        vision: bool,
-        one_copy: bool = True,
-    ) -> None:
-        """`text`: fields of its text config. `memory`: of the decoder's activations, by positions and columns of
-        adapters."""
+    def __init__(self, model: PlannedModel, options: BackendOptions) -> None:
+        self.model = model
         self._options = options
-        self._longest = int(text["max_position_embeddings"])
-        self._vision = vision
-        self._shared = one_copy and options.shared_weights != "off"
-        self._memory = memory
-        self._parameters = parameters
-        self._sizes = model_sizes(text, parameters, ITEMSIZE)
 
     @classmethod
-    def known(cls, name: str) -> "Fitting":
-        """One of `SHAPES`, from its numbers: without torch."""
-        shape, options = SHAPES[name], BackendOptions()
+    def known(cls, name: str, options: BackendOptions | None = None) -> "Fitting":
+        """One of `SHAPES`, from its numbers: without torch. Its tower is frozen, and its layers are written out."""
+        shape, options = SHAPES[name], options or BackendOptions()
+        itemsize = _itemsize(options)
 
         def memory(tokens: int, columns: int) -> ActivationMemory:
             heads = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_size": shape.head_size}
             layer = (
-                attention_memory(tokens, columns, ITEMSIZE, **heads),
-                mlp_memory(tokens, columns, ITEMSIZE, intermediate=shape.intermediate),
+                attention_memory(tokens, columns, itemsize, **heads),
+                mlp_memory(tokens, columns, itemsize, intermediate=shape.intermediate),
             )
-            return decoder_memory([layer] * shape.layers, tokens * shape.hidden * ITEMSIZE)
+            return decoder_memory([layer] * shape.layers, tokens * shape.hidden * itemsize)
 
-        return cls(_text_config(shape), shape.parameters, memory, options, vision=bool(shape.tower))
+        sizes = model_sizes(_text_config(shape), shape.parameters, itemsize)
+        one_copy = options.shared_weights != "off"
+        return cls(PlannedModel(sizes, memory, shape.positions, shape.kv_heads, bool(shape.tower), one_copy), options)
 
     @classmethod
-    def of(cls, config: Any) -> "Fitting":
+    def of(cls, config: Any, options: BackendOptions | None = None) -> "Fitting":
         """Any model, from its config of transformers: torch makes its modules without values. UnsupportedError if it is
         not served."""
-        from tinker_local.backend.training.model.load_model import decoder_of_sizes, supported_family
+        from tinker_local.backend.models.load_engines import longrope_context
+        from tinker_local.backend.models.place_engines import planned_model
+        from tinker_local.backend.training.model.load_model import supported_family
 
+        options = options or BackendOptions()
+        longest = options.max_context_length or longrope_context(config.get_text_config())
+        options = replace(options, max_context_length=longest)
         family = supported_family(config, config.name_or_path)
-        options = BackendOptions()
-        decoder, parameters = decoder_of_sizes(config, "bfloat16", options.decoder)
-        text = config.get_text_config().to_dict()
-        vision = hasattr(config, "vision_config")
-        return cls(text, parameters, decoder.memory, options, vision=vision, one_copy=family.one_copy)
+        model = planned_model(
+            config,
+            options,
+            options.dtype or "bfloat16",
+            train_vision=options.train_vision and family.vision is not None and not family.vision.frozen,
+            one_copy=family.one_copy and options.shared_weights != "off",
+        )
+        return cls(model, options)
 
-    def on(self, gib: float, name: str = "") -> Fit:
-        """On a free GPU of `gib` GiB."""
-        longest = self._longest
+    def on(self, gpus: Sequence[GpuMemory]) -> Fit:
+        """On free `gpus`."""
+        longest = min(self._options.max_context_length or self.model.longest, self.model.longest)
         try:
-            self._plan(gib, name, min(STEP, longest))
+            layout = self._plan(gpus, min(STEP, longest))
         except ValueError as error:
-            return Fit(0, self._parameters, str(error))
+            return Fit(0, self.model.sizes.parameters, str(error))
         fits, too_long = 1, math.ceil(longest / STEP) + 1
         while too_long - fits > 1:
             middle = (fits + too_long) // 2
             try:
-                self._plan(gib, name, min(middle * STEP, longest))
+                layout = self._plan(gpus, min(middle * STEP, longest))
                 fits = middle
             except ValueError:
                 too_long = middle
-        return Fit(min(fits * STEP, longest), self._parameters)
+        return Fit(min(fits * STEP, longest), self.model.sizes.parameters, layout=layout)
 
-    def _plan(self, gib: float, name: str, context: int) -> None:
-        options = self._options
-        for reserves in (USUAL, *SMALLER):
-            try:
-                plan_gpu(
-                    self._sizes,
-                    lambda tokens: self._memory(tokens, min(options.max_rank, COUNTED_RANK)),
-                    free=int(options.gpu_memory_utilization * (gib * GIB - CONTEXT)),
-                    context=context,
-                    micro_batch_tokens=options.micro_batch_tokens or reserves.micro_batch_tokens,
-                    max_rank=options.max_rank,
-                    adapter_slots=reserves.adapter_slots,
-                    steps=reserves.steps(int(gib * GIB), name),
-                    image_cache=reserves.image_cache if self._vision else 0,
-                    logits=reserves.logits * ITEMSIZE,
-                    adapters=reserves.adapters,
-                    shared=self._shared,
-                )
-            except ValueError as error:
-                refusal = error
-            else:
-                return
-        raise refusal
+    def _plan(self, gpus: Sequence[GpuMemory], context: int) -> Layout:
+        options = replace(self._options, max_context_length=context)
+        return plan_layout(self.model, options, len(gpus), lambda gpu: gpus[gpu]).layout
+
+
+def _itemsize(options: BackendOptions) -> int:
+    """Bytes of a number of the weights on a GPU."""
+    return 4 if options.dtype == "float32" else 2
+
+
+def free_gpu(gib: float, name: str = "") -> GpuMemory:
+    """A GPU of `gib` GiB that nothing else uses."""
+    return GpuMemory(int(gib * GIB - CONTEXT), int(gib * GIB), name)
 
 
 def row(name: str) -> str:
     """Of the table of README, for one of `SHAPES`: the longest context on each card of `COLUMNS`, if it fits there."""
     fitting = Fitting.known(name)
-    contexts = [fitting.on(GPUS[gpu], gpu).context for gpu in COLUMNS.values()]
+    contexts = [fitting.on([free_gpu(GPUS[gpu], gpu)]).context for gpu in COLUMNS.values()]
     return f"| {name} | {' | '.join(f'{context:,}' if context else '–' for context in contexts)} |"

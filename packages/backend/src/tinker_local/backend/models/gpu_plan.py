@@ -203,7 +203,7 @@ SMALLER = (
     Reserves(1, 1, image_cache=2**27, logits=2**26, micro_batch_tokens=4096, step=StepSize(64, 2048)),
     Reserves(1, 1, image_cache=2**27, logits=2**26, micro_batch_tokens=2048, step=StepSize(16, 1024)),
 )
-"""For a GPU that both engines are on and whose memory is short for `USUAL`, in their order."""
+"""For GPUs whose memory is short for `USUAL`, in their order."""
 
 
 @dataclass(frozen=True, slots=True)

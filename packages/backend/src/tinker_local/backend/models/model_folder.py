@@ -5,6 +5,7 @@ Imports neither torch nor transformers, and reads headers alone: a fraction of a
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,8 +46,8 @@ def look_at(source: ModelSource) -> ModelFiles:
     """What can be said of `source` without loading it."""
     found, folder = ModelFiles(), Path(source.path)
     if not folder.exists():
-        if source.path.startswith((".", "/", "~")) or source.path.count("/") != 1:
-            found.problems.append(f"there is no folder {source.path}")
+        if (problem := no_folder(source.path)) is not None:
+            found.problems.append(problem)
             return found
         found.hub = True
         if (cached := folder_of(source.path)) is None:
@@ -97,6 +98,13 @@ def look_at(source: ModelSource) -> ModelFiles:
     if found.vision and not any((folder / name).is_file() for name in PROCESSORS):
         found.problems.append(f"{folder} has no {PROCESSORS[0]}, without which images cannot be read")
     return found
+
+
+def no_folder(path: str) -> str | None:
+    """That neither a folder nor a name of a hub is `path`; None if it may be one."""
+    if Path(path).exists() or re.fullmatch(r"\w[\w.-]*/[\w.-]+", path):
+        return None
+    return f"there is no folder {path}; a hub name has the form ORG/NAME"
 
 
 def check_source(source: ModelSource) -> None:

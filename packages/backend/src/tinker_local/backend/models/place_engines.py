@@ -1,28 +1,24 @@
 """Chooses the layout of a base model by the memory of its GPUs, and sizes both engines for it."""
 
-import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tinker_local.backend.heap import free_on_gpu, give_memory_back, memory_available
-from tinker_local.backend.models.gpu_plan import (
-    COUNTED_RANK,
-    SMALLER,
-    USUAL,
-    GpuPlan,
-    ModelSizes,
-    Reserves,
-    model_sizes,
-    plan_gpu,
+from tinker_local.backend.models.gpu_plan import SMALLER, USUAL, ModelSizes, Reserves, model_sizes
+from tinker_local.backend.models.placement import ONE_GPU, Layout, layouts, replica_gpus
+from tinker_local.backend.models.plan_layout import (
+    DoesNotFitError,
+    GpuMemory,
+    PlannedLayout,
+    PlannedModel,
+    plan_layout,
 )
-from tinker_local.backend.models.placement import FIRST_GPU, ONE_GPU, Layout, layouts, replica_gpus
 from tinker_local.backend.options import CPU_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS, BackendOptions
 
 if TYPE_CHECKING:
-    from tinker_local.backend.training.model.decoder import Decoder
     from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 
 log = logging.getLogger(__name__)
@@ -65,47 +61,43 @@ def place_engines(config: Any, engine: "EngineOptions", options: BackendOptions,
     linear attention.
     """
     text_config = config.get_text_config()
-    kv_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
-    possible = layouts(options, gpus, kv_heads)
     if not gpus:
+        layout = layouts(options, gpus, _kv_heads(text_config))[0]
         cache = engine.kv_cache_bytes or _cpu_cache(text_config.to_dict(), engine, options)
-        on_cpu = replace(_placed(engine, possible[0]), max_sequences=CPU_SEQUENCES, kv_cache_bytes=cache)
-        engines = [on_cpu] * len(_replicas(possible[0]))
-        return PlacedEngines(possible[0], engines, micro_batch_tokens=CPU_MICRO_BATCH_TOKENS)
-    decoder, sizes = _sizes(config, engine, options)
-    if possible == [ONE_GPU]:
-        for usual in (USUAL, *SMALLER[:-1]):
-            try:
-                found = sized(engine, ONE_GPU, gpu_plans(config, engine, options, decoder, sizes, usual), usual)
-            except ValueError:
-                continue
-            _check_cache(engine.kv_cache_bytes, ONE_GPU, sizes)
-            return found
-    reserves = SMALLER[-1] if possible == [ONE_GPU] else USUAL
-    plan = gpu_plans(config, engine, options, decoder, sizes, reserves)
-    refusals: dict[Layout, ValueError] = {}
-    for layout in possible:
-        try:
-            found = sized(engine, layout, plan, reserves)
-        except ValueError as error:
-            refusals[layout] = error
-        else:
-            _check_cache(engine.kv_cache_bytes, layout, sizes)
-            given_up = [*refusals.values()] if layout == ONE_GPU else []
-            return replace(found, refusal=str(given_up[-1])) if given_up else found
-    *_, most = [layout for layout in possible if layout != ONE_GPU] or possible
-    if engine.kv_cache_bytes is None:
-        raise refusals[most]
-    _check_cache(engine.kv_cache_bytes, most, sizes)
-    sequences = sizes.sequences_with_states(engine.kv_cache_bytes * most.sample_tp, engine.max_sequences)
+        on_cpu = replace(_placed(engine, layout), max_sequences=CPU_SEQUENCES, kv_cache_bytes=cache)
+        engines = [on_cpu] * len(_replicas(layout))
+        return PlacedEngines(layout, engines, micro_batch_tokens=CPU_MICRO_BATCH_TOKENS)
+    dtype, one_copy = engine.dtype or options.dtype or "float32", engine.shared_weights is not None
+    model = planned_model(config, options, dtype, train_vision=engine.train_vision, one_copy=one_copy)
+    options = replace(options, kv_cache_bytes=engine.kv_cache_bytes)
+    try:
+        planned = plan_layout(model, options, gpus, _memory_of)
+    except DoesNotFitError as error:
+        if engine.kv_cache_bytes is None:
+            raise
+        return _with_given_cache(engine, engine.kv_cache_bytes, error.layout, model.sizes)
+    _check_cache(engine.kv_cache_bytes, planned.layout, model.sizes)
+    return _sized(engine, planned)
+
+
+def _with_given_cache(engine: "EngineOptions", kv_cache: int, layout: Layout, sizes: ModelSizes) -> PlacedEngines:
+    """The engines of a `layout` that does not fit by the plan: with the steps of `engine`."""
+    _check_cache(kv_cache, layout, sizes)
+    reserves = replace(SMALLER[-1], step=None) if layout == ONE_GPU else USUAL
     one = replace(
-        _placed(engine, most),
-        max_sequences=sequences,
+        _placed(engine, layout),
+        max_sequences=sizes.sequences_with_states(kv_cache * layout.sample_tp, engine.max_sequences),
         adapters_per_step=reserves.adapter_slots,
         image_cache_bytes=reserves.image_cache,
     )
-    tokens, reserves = reserves.micro_batch_tokens, replace(reserves, step=None)  # the steps are the engine's
-    return PlacedEngines(most, [one] * len(_replicas(most)), micro_batch_tokens=tokens, reserves=reserves)
+    engines = [one] * len(_replicas(layout))
+    return PlacedEngines(layout, engines, micro_batch_tokens=reserves.micro_batch_tokens, reserves=reserves)
+
+
+def _memory_of(gpu: int) -> GpuMemory:
+    import torch
+
+    return GpuMemory(*free_on_gpu(gpu), torch.cuda.get_device_name(gpu))
 
 
 def _cpu_cache(config: Mapping[str, Any], engine: "EngineOptions", options: BackendOptions) -> int:
@@ -133,11 +125,9 @@ def _check_cache(kv_cache: int | None, layout: Layout, sizes: ModelSizes) -> Non
         )
 
 
-def sized(
-    engine: "EngineOptions", layout: Layout, plan: Callable[[int, Layout], GpuPlan], reserves: Reserves = USUAL
-) -> PlacedEngines:
-    """The engines of `layout` by `plan`, which has `reserves`; ValueError in one line if they do not fit its GPUs."""
-    plans = {gpu: plan(gpu, layout) for gpu in sorted({*layout.trains_on, *layout.samples_on})}
+def _sized(engine: "EngineOptions", planned: PlannedLayout) -> PlacedEngines:
+    """The engines of a layout by the plans of its GPUs."""
+    layout, plans, reserves = planned.layout, planned.plans, planned.reserves
     for gpu, each in plans.items():
         log.info(
             "%s, GPU %d: %.1f GiB of KV cache, %.1f of activations, %d sequences and %d positions in a step",
@@ -165,7 +155,7 @@ def sized(
     trained = [plans[gpu] for gpu in layout.trains_on]
     activations = min(plan.activations for plan in trained) if engine.kv_cache_bytes is None else None
     tokens, spare = min(plan.micro_batch_tokens for plan in trained), min(plan.spare for plan in plans.values())
-    return PlacedEngines(layout, engines, activations, tokens, reserves, spare)
+    return PlacedEngines(layout, engines, activations, tokens, reserves, spare, planned.refusal)
 
 
 def _replicas(layout: Layout) -> Sequence[Sequence[int]]:
@@ -178,68 +168,27 @@ def _placed(engine: "EngineOptions", layout: Layout) -> "EngineOptions":
     return replace(engine, sleeps=engine.sleeps and beside, ranks=layout.sample_tp)
 
 
-def _sizes(config: Any, engine: "EngineOptions", options: BackendOptions) -> "tuple[Decoder, ModelSizes]":
-    """The decoder of a model of `config`, without values, and the model's sizes."""
+def planned_model(
+    config: Any, options: BackendOptions, dtype: str, *, train_vision: bool, one_copy: bool
+) -> PlannedModel:
+    """A model of `config`, a config of transformers, in `dtype`. torch makes its modules without values.
+    `train_vision`: whether adapters may train its tower; `one_copy`: whether both engines can read one copy."""
     from tinker_local.backend.training.model.load_model import decoder_of_sizes, tower_of_sizes
 
-    dtype = engine.dtype or options.dtype or "float32"
     decoder, parameters = decoder_of_sizes(config, dtype, options.decoder)
     itemsize = 2 if dtype == "bfloat16" else 4
-    tower = tower_of_sizes(config, dtype) if engine.train_vision else None
-    sizes = model_sizes(config.get_text_config().to_dict(), parameters, itemsize)
-    return decoder, replace(sizes, tower=None if tower is None else tower.sizes(itemsize))
+    tower = tower_of_sizes(config, dtype) if train_vision else None
+    text = config.get_text_config()
+    sizes = model_sizes(text.to_dict(), parameters, itemsize)
+    return PlannedModel(
+        replace(sizes, tower=None if tower is None else tower.sizes(itemsize)),
+        decoder.memory,
+        text.max_position_embeddings,
+        _kv_heads(text),
+        vision=hasattr(config, "vision_config"),
+        one_copy=one_copy,
+    )
 
 
-def gpu_plans(
-    config: Any,
-    engine: "EngineOptions",
-    options: BackendOptions,
-    decoder: "Decoder",
-    sizes: ModelSizes,
-    reserves: Reserves = USUAL,
-) -> Callable[[int, Layout], GpuPlan]:
-    """A function that plans the memory of a GPU in a layout with `reserves`, by what is free there, for a model of
-    `config`. It raises ValueError, with the number of the GPU if there are several."""
-    import torch
-
-    longest = config.get_text_config().max_position_embeddings
-
-    memory_of = functools.cache(free_on_gpu)
-    memory = functools.partial(decoder.memory, columns=min(options.max_rank, COUNTED_RANK))
-    tokens = options.micro_batch_tokens or reserves.micro_batch_tokens
-
-    def plan(gpu: int, layout: Layout) -> GpuPlan:
-        free, total = memory_of(gpu)
-        try:
-            found = plan_gpu(
-                sizes,
-                memory,
-                free=int(options.gpu_memory_utilization * free),
-                context=min(options.max_context_length or longest, longest),
-                micro_batch_tokens=tokens,
-                max_rank=options.max_rank,
-                adapter_slots=reserves.adapter_slots,
-                steps=reserves.steps(total, torch.cuda.get_device_name(gpu)),
-                image_cache=reserves.image_cache if hasattr(config, "vision_config") else 0,
-                logits=reserves.logits * sizes.itemsize,
-                adapters=reserves.adapters,
-                kv_cache=engine.kv_cache_bytes,
-                ranks=layout.shards,
-                sample_ranks=layout.sample_tp,
-                context_parallel=layout.context_parallel,
-                trains=gpu in layout.trains_on,
-                samples=gpu in layout.samples_on,
-                shared=engine.shared_weights is not None and layout == ONE_GPU,
-            )
-        except ValueError as error:
-            if {*layout.trains_on, *layout.samples_on} == {FIRST_GPU}:
-                raise
-            raise ValueError(f"GPU {gpu}: {error}") from None
-        # On two H200s that is 1.89 times one GPU instead of 1.86 (docs/scaling.md).
-        alone = gpu in layout.trains_on and gpu not in layout.samples_on
-        if options.micro_batch_tokens is None and layout.shards > 1 and alone:
-            has_room = memory(2 * tokens).everything <= found.activations
-            return replace(found, micro_batch_tokens=2 * tokens) if has_room else found
-        return found
-
-    return plan
+def _kv_heads(config: Any) -> int:
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

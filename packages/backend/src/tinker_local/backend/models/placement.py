@@ -52,8 +52,9 @@ def layouts(options: BackendOptions, gpus: int, kv_heads: int) -> list[Layout]:
 
     By default every GPU trains and samples; with the GPUs of one engine named, the other one has the rest, or all if
     none are left. An engine in the server's process is on `FIRST_GPU`. Layouts that share less come first: whole
-    copies, then the trainer's layers shared, then replicas on several GPUs. If nothing of that fits and nothing was
-    chosen, one GPU does both, as it does on a machine with one.
+    copies, then the trainer's layers shared, then replicas on several GPUs. If nothing was chosen, one half of the GPUs
+    may also train and the other sample, so that each holds one copy, and at last one GPU does both, as it does on a
+    machine with one.
     """
     if gpus:
         check_gpus("--train-gpus", options.train_gpus, gpus)
@@ -77,7 +78,16 @@ def layouts(options: BackendOptions, gpus: int, kv_heads: int) -> list[Layout]:
     found = [Layout(train_gpus, sample_gpus, size, each, parts) for size in sizes for each in shards]
     several = max(options.train_hosts, options.sample_hosts, parts) > 1
     chosen = options.train_gpus or options.sample_gpus or 1 not in sizes or 1 not in shards or several
-    return found if chosen or ONE_GPU in found else [*found, ONE_GPU]
+    return found if chosen or ONE_GPU in found else [*found, *_halves(options, gpus, kv_heads), ONE_GPU]
+
+
+def _halves(options: BackendOptions, gpus: int, kv_heads: int) -> list[Layout]:
+    """One half of `gpus` trains and the other, which may be larger, samples."""
+    if gpus < 2 or "inline" in (options.trainer, options.sampler):
+        return []
+    trains, samples = tuple(range(gpus // 2)), tuple(range(gpus // 2, gpus))
+    sizes = _sizes_of_a_replica(options.sample_tp, samples, kv_heads, gpus)
+    return [Layout(trains, samples, size, each) for size in sizes for each in _shards(options, len(trains), gpus)]
 
 
 def _rest(others: Sequence[int], place: EnginePlace | None, gpus: int) -> tuple[int, ...]:
