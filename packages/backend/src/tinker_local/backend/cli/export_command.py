@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 from tinker_local.backend.cli.backend_options import data_dir_option
+from tinker_local.backend.cli.install_engine import require_torch
+from tinker_local.backend.cli.working import working
 
 
 @click.command()
@@ -33,19 +35,21 @@ def export(checkpoint: str, out: Path, to: Any, data_dir: Path, base: str | None
 
     silence()
     logging.basicConfig(level=logging.ERROR)
+    require_torch("export")
     try:
-        from tinker_local.backend.exporting import export_checkpoint
+        with working("importing torch") as now:
+            from tinker_local.backend.exporting import export_checkpoint
 
-        exported = export_checkpoint(
-            checkpoint,
-            out,
-            to=to,
-            data_dir=data_dir,
-            base=base,
-            device=device,
-            check=not no_check,
-            progress=lambda text: click.echo(f"{text} ...", err=True),
-        )
+            exported = export_checkpoint(
+                checkpoint,
+                out,
+                to=to,
+                data_dir=data_dir,
+                base=base,
+                device=device,
+                check=not no_check,
+                progress=now,
+            )
     except (ApiError, OSError) as error:
         raise click.ClickException(str(error)) from error
     for warning in exported.warnings:

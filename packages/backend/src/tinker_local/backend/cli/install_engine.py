@@ -16,6 +16,12 @@ def engine_command(engine: str) -> str:
     return f"tinker-local install-engine {engine}"
 
 
+def require_torch(command: str) -> None:
+    """UsageError, with what installs it, if torch or transformers is missing, which `command` needs."""
+    if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
+        raise click.UsageError(f"{command} needs {missing[0]}, which is not installed; run `{engine_command('cpu')}`")
+
+
 @click.command("install-engine")
 @click.argument("engine", type=click.Choice(ENGINES))
 @click.option("--dry-run", is_flag=True, help="Print the command that would run, and install nothing.")

@@ -1,12 +1,12 @@
 """`tinker-local models`: which models fit GPUs, and with how long a context."""
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from tinker_local.backend.cli.backend_options import each_value, plan_options
+from tinker_local.backend.cli.install_engine import require_torch
 from tinker_local.backend.options import BackendOptions, ModelSource
 
 if TYPE_CHECKING:
@@ -51,11 +51,7 @@ def _fitting(source: ModelSource, options: BackendOptions) -> "Fitting":
     of_numbers = not options.train_vision and options.decoder != "autograd"
     if source.path in SHAPES and of_numbers:
         return Fitting.known(source.path, options)
-    if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
-        raise click.UsageError(
-            f"{missing[0]} is not installed, which plans of other models than the well-known ones need; run "
-            "`tinker-local install-engine cpu`"
-        )
+    require_torch("a plan of another model than the well-known ones")
     from tinker_local.backend.training.model.load_model import config_of
     from tinker_local.types import UnsupportedError
 

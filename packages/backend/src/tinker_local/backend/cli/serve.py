@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -183,6 +184,8 @@ def serve(
 
         TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python program.py
     """
+    if not log_json:
+        click.echo(f"{time.strftime('%H:%M:%S')} starting", err=True)  # the log opens when more is imported
     from tinker_local.backend.heap import keep_freed_memory
 
     if not fake:

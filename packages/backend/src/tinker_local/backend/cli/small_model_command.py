@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 import click
+from tinker_local.backend.cli.install_engine import require_torch
+from tinker_local.backend.cli.working import working
 
 
 class _Missing(click.ClickException):
@@ -21,12 +23,14 @@ def small_model(out: Path) -> None:
     takes half a minute. With a hub, HuggingFaceTB/SmolLM2-135M-Instruct is the same model by its own name.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # before anything imports it: transformers shows a bar for each tensor
-    from tinker_local.backend.small_model import PackageMissingError, write_small_model
-
     if out.exists() and any(out.iterdir()):
         raise click.UsageError(f"--out: {out} is not empty")
-    try:
-        write_small_model(out, click.echo)
-    except (RuntimeError, OSError) as error:
-        raise (_Missing if isinstance(error, PackageMissingError) else click.ClickException)(str(error)) from error
+    require_torch("small-model")
+    with working("importing torch") as now:
+        from tinker_local.backend.small_model import PackageMissingError, write_small_model
+
+        try:
+            write_small_model(out, now)
+        except (RuntimeError, OSError) as error:
+            raise (_Missing if isinstance(error, PackageMissingError) else click.ClickException)(str(error)) from error
     click.echo(f"wrote {out}; to serve it: tinker-local serve --model smollm2={out}")

@@ -1,9 +1,12 @@
 """`tinker-local tiny-model`: creates a model with random weights in seconds, to try things out."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import click
+from tinker_local.backend.cli.install_engine import require_torch
+from tinker_local.backend.cli.working import working
 
 TEXT_KINDS = (
     "qwen3",
@@ -40,11 +43,19 @@ ALIASES = {"text": "qwen3", "vl": "qwen3_vl"}
 @click.option("--seed", default=0, show_default=True, help="Seed of the random weights.")
 def tiny_model(kind: str, out: Path, preset: str, seed: int) -> None:
     """Write a tiny model with random weights, tokenizer and processor, without network access."""
+    if (out / "config.json").exists():
+        raise click.UsageError(f"--out: {out} already holds a model")
+    require_torch("tiny-model")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # before anything imports it: transformers shows a bar for each file
+    with working(f"making a model of {ALIASES.get(kind, kind)} with random weights"):
+        _make(kind, out, preset, seed)
+    click.echo(f"wrote {out}")
+
+
+def _make(kind: str, out: Path, preset: str, seed: int) -> None:
     from tinker_local.backend import tiny_models
 
     family: Any = ALIASES.get(kind, kind)
-    if (out / "config.json").exists():
-        raise click.UsageError(f"--out: {out} already holds a model")
     presets = {"demo": tiny_models.DEMO_FAMILIES, "mosaic": ("qwen3_vl",), "drawings": ("qwen3_vl",)}
     if preset != "tiny" and family not in presets[preset]:
         raise click.UsageError(f"--preset {preset}: only for --kind {', '.join(presets[preset])}, not {kind}")
@@ -61,4 +72,3 @@ def tiny_model(kind: str, out: Path, preset: str, seed: int) -> None:
             tiny_models.make_tiny_text_model(out, seed=seed, family=family)
     except OSError as error:
         raise click.UsageError(f"--out: {error}") from error
-    click.echo(f"wrote {out}")

@@ -1,5 +1,6 @@
 """Loads base models: the real engines (vLLM and HF transformers) or the fakes."""
 
+import asyncio
 import functools
 import logging
 import os
@@ -88,54 +89,81 @@ async def load_base_models(
     trainer and sampler compute a model differently.
     """
     for place, (path, names) in enumerate(sources.items()):
-        began = time.monotonic()
         share = options.gpu_memory_utilization / (len(sources) - place)  # of what the models before it left
         sleeps = options.sampler_sleeps and len(sources) == 1
         part = replace(options, gpu_memory_utilization=share, sampler_sleeps=sleeps)
-        loader = load or functools.partial(load_real, progress=progress)
-        engines, seconds = await in_daemon_thread(load_engines, loader, path, names, part, progress)
-        memory_sharing = MemorySharing(engines.trainer, engines.sampler)
-        scheduler = TrainScheduler(
-            memory_sharing,
-            batch_tokens=options.batch_tokens,
-            quantum=max(2, options.micro_batch_tokens or MICRO_BATCH_TOKENS),
-        )
-        trainer, sampler = engines.trainer, engines.sampler
-        of_trainer = TrainerSupervision(trainer, memory_sharing) if isinstance(trainer, ProcessTrainer) else None
-        of_sampler = supervise_sampler(sampler, memory_sharing)
-        pool = sampler if isinstance(sampler, ReplicaPool) else None
-        stalls = StallWatch(sampler)
-        engines = replace(engines, sampler=WakingSampler(sampler, memory_sharing))
-        ident = tokenizer_id(path, options.data_dir)
-        start = time.monotonic()
-        model = ServedModel(
-            tuple(names), path, ident, engines, scheduler, memory_sharing, seconds, of_trainer, of_sampler, pool, stalls
-        )
-        models.add(model)  # from here on `models` closes it
-        with stage("positions"):
-            positions = await model.compare_positions()
-        with stage("logprobs"):
-            base = await model.check_agreement(options.max_image_pixels)
-        difference = base.worst.difference
-        model.check_positions(positions)
-        if engines.unknown_adapters or engines.targets:
-            with stage("adapters"):
-                difference = max(difference, await model.check_adapters())
-        for target, why in model.unsampled.items():
-            progress(f"{names[0]}: runs with {target} are refused: {why}")
-        with stage("long text"):
-            reached = await model.check_far(verdict_file(options.data_dir, path, _settings(model, options)))
-        model.start = {**engines.stages, "comparisons": taken()}
-        parts = [f"{part}: {words}" for part, stages in model.start.items() if (words := in_words(stages))]
-        of_these = f" ({'; '.join(parts)})" if parts else ""
-        progress(f"{names[0]}: started in {time.monotonic() - began:.1f} s{of_these}")
-        progress(f"{names[0]}: {engines.trainer.trains}; {model.context_in_words()}")
-        progress(
-            f"{names[0]}: trainer and sampler agree to {max(difference, reached.difference):.1g} nats where rounding "
-            f"alone makes {base.rounding.mean:.1g} nats, checked in {time.monotonic() - start:.1f} s: {reached}; "
-            f"{positions.in_words(model.max_context_length)}"
-        )
+        lasting = asyncio.create_task(_tell_that_it_lasts(names[0], progress), name="start")
+        try:
+            await _load_base_model(models, path, names, part, load, progress)
+        finally:
+            lasting.cancel()
     await _compare_again(models, options)
+
+
+LASTING = 10.0
+"""Seconds from one line to the next while a model starts."""
+
+
+async def _tell_that_it_lasts(name: str, progress: Progress) -> None:
+    began = time.monotonic()
+    while True:
+        await asyncio.sleep(LASTING)
+        progress(f"{name}: still starting, {time.monotonic() - began:.0f} s so far")
+
+
+async def _load_base_model(
+    models: ServedModels,
+    path: str,
+    names: Sequence[str],
+    options: BackendOptions,
+    load: EngineLoader | None,
+    progress: Progress,
+) -> None:
+    """One of them."""
+    began = time.monotonic()
+    loader = load or functools.partial(load_real, progress=progress)
+    engines, seconds = await in_daemon_thread(load_engines, loader, path, names, options, progress)
+    memory_sharing = MemorySharing(engines.trainer, engines.sampler)
+    scheduler = TrainScheduler(
+        memory_sharing,
+        batch_tokens=options.batch_tokens,
+        quantum=max(2, options.micro_batch_tokens or MICRO_BATCH_TOKENS),
+    )
+    trainer, sampler = engines.trainer, engines.sampler
+    of_trainer = TrainerSupervision(trainer, memory_sharing) if isinstance(trainer, ProcessTrainer) else None
+    of_sampler = supervise_sampler(sampler, memory_sharing)
+    pool = sampler if isinstance(sampler, ReplicaPool) else None
+    stalls = StallWatch(sampler)
+    engines = replace(engines, sampler=WakingSampler(sampler, memory_sharing))
+    ident = tokenizer_id(path, options.data_dir)
+    start = time.monotonic()
+    model = ServedModel(
+        tuple(names), path, ident, engines, scheduler, memory_sharing, seconds, of_trainer, of_sampler, pool, stalls
+    )
+    models.add(model)  # from here on `models` closes it
+    with stage("positions"):
+        positions = await model.compare_positions()
+    with stage("logprobs"):
+        base = await model.check_agreement(options.max_image_pixels)
+    difference = base.worst.difference
+    model.check_positions(positions)
+    if engines.unknown_adapters or engines.targets:
+        with stage("adapters"):
+            difference = max(difference, await model.check_adapters())
+    for target, why in model.unsampled.items():
+        progress(f"{names[0]}: runs with {target} are refused: {why}")
+    with stage("long text"):
+        reached = await model.check_far(verdict_file(options.data_dir, path, _settings(model, options)))
+    model.start = {**engines.stages, "comparisons": taken()}
+    parts = [f"{part}: {words}" for part, stages in model.start.items() if (words := in_words(stages))]
+    of_these = f" ({'; '.join(parts)})" if parts else ""
+    progress(f"{names[0]}: started in {time.monotonic() - began:.1f} s{of_these}")
+    progress(f"{names[0]}: {engines.trainer.trains}; {model.context_in_words()}")
+    progress(
+        f"{names[0]}: trainer and sampler agree to {max(difference, reached.difference):.1g} nats where rounding "
+        f"alone makes {base.rounding.mean:.1g} nats, checked in {time.monotonic() - start:.1f} s: {reached}; "
+        f"{positions.in_words(model.max_context_length)}"
+    )
 
 
 def _settings(model: ServedModel, options: BackendOptions) -> Mapping[str, Any]:
