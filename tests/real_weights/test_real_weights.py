@@ -23,7 +23,8 @@ from tests.real_weights.conftest import NAME, Reference
 
 pytestmark = pytest.mark.more
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+README = Path(__file__).parents[2] / "README.md"
+EXAMPLES = README.parent / "examples"
 CAPITALS = {"France": "Paris", "Spain": "Madrid", "Italy": "Rome", "Japan": "Tokyo", "Egypt": "Cairo", "Peru": "Lima"}
 
 
@@ -93,6 +94,19 @@ def test_the_first_program_teaches_a_style_and_keeps_the_facts(small_server: Ser
             "Belgium": "Brussels",
         }.items()
     ]
+
+
+def test_the_program_of_readme_prints_what_readme_says(small_server: Server) -> None:
+    text = README.read_text()
+    program = text.partition("```python\n")[2].partition("```\n")[0]
+    done = subprocess.run(
+        [sys.executable, "-c", program.replace("http://127.0.0.1:8000", small_server.url)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    said = text.partition("It prints `")[2].partition("`")[0]
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{said}\n", "")
 
 
 @pytest.mark.rotated(2)
