@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import tinker
 import tinker_local.client as local
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.models.load_engines import load_fake
+from tinker_local.client import served_names
 from tinker_local.types import InvalidRequestError
 
 pytestmark = pytest.mark.more
@@ -113,3 +115,26 @@ def test_a_server_cannot_choose_where_files_go(monkeypatch: pytest.MonkeyPatch, 
         with pytest.raises(InvalidRequestError, match="not the name of a file"):
             served_names._download(httpx.Client(), Endpoint("http://127.0.0.1:9", "k"), "m", {name: 1})
     assert not list(tmp_path.iterdir())
+
+
+def test_a_loader_that_cannot_be_imported_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torchvision some versions of transformers have no loader of images, which programs of text do without."""
+
+    class Missing(type):
+        def __getattr__(cls, name: str) -> Any:
+            raise ImportError("AutoImageProcessor needs torchvision")
+
+    class Loader:
+        @staticmethod
+        def from_pretrained(name: str) -> str:
+            return name
+
+    class WithoutLibrary(metaclass=Missing):
+        pass
+
+    loaders = dict.fromkeys(served_names.LOADERS, Loader) | {"AutoImageProcessor": WithoutLibrary}
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(**loaders))
+    monkeypatch.setitem(served_names._folders, "local/m", Path("/kept"))
+    served_names._redirect_loaders()
+    assert Loader.from_pretrained("local/m") == Path("/kept")
+    assert Loader.from_pretrained("other") == "other"

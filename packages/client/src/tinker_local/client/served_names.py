@@ -108,8 +108,11 @@ def _redirect_loaders() -> None:
     """Have transformers' loaders take the folder of a served name."""
     transformers: Any = importlib.import_module("transformers")
     for loader in LOADERS:
-        found = getattr(transformers, loader)
-        original = found.from_pretrained
+        try:
+            found = getattr(transformers, loader)
+            original = found.from_pretrained
+        except ImportError:  # without torchvision some versions have no loader of images
+            continue
         if hasattr(original, "of_served_names"):
             continue
 

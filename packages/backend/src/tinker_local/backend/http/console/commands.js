@@ -55,7 +55,8 @@ export function commandsOf(checkpoint) {
       ["Chat in a terminal", `tinker-local chat ${quoted(path)} --url ${quoted(address())}`],
       [
         "Sample in Python",
-        `${CONNECT()}sampler = service.create_sampling_client(model_path=${python(path)}).result()\n` +
+        `${CONNECT()}tinker.use_served_names(base_url=${python(address())})  # for the tokenizer\n` +
+          `sampler = service.create_sampling_client(model_path=${python(path)}).result()\n` +
           `tokenizer = sampler.get_tokenizer()\n` +
           `prompt = tinker.ModelInput.from_ints(tokenizer.encode("Hello"))\n` +
           `reply = sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=64)).result()\n` +

@@ -1,0 +1,76 @@
+"""Commands that take long say so within seconds, and again while they last."""
+
+import asyncio
+import importlib.util
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.cli import working
+from tinker_local.backend.cli.main import main
+from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
+from tinker_local.backend.models import load_engines
+from tinker_local.backend.models.served_models import Engines
+
+
+def test_a_stage_is_said_as_it_begins_and_again_while_it_lasts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(working, "SECONDS", 0.01)
+    said = ""
+    with working.working("reading") as now:
+        assert capsys.readouterr().err.startswith("reading ...\n")
+        while " s\n" not in said:
+            said += capsys.readouterr().err
+        now("writing")
+        while "writing ... 0 s\n" not in said:
+            said += capsys.readouterr().err
+    time.sleep(0.05)  # a line that was under way
+    capsys.readouterr()
+    time.sleep(0.05)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_stage_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="no disk"), working.working("reading") as now:
+        raise ValueError("no disk")
+    assert now._ended.is_set()
+
+
+async def test_a_start_is_told_again_while_it_lasts_on_fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def load(source: ModelSource, options: BackendOptions) -> Engines:
+        while not any("still starting" in line for line in said):
+            time.sleep(0.01)
+        model = FakeModel(source.name)
+        return Engines(FakeRenderer(model), FakeTrainer(model), FakeSampler(model), arch="fake", tolerance=1e-4)
+
+    monkeypatch.setattr(load_engines, "LASTING", 0.05)
+    options = BackendOptions(data_dir=tmp_path)
+    async with InProcessBackend([ModelSource.parse("fake/bigram")], options, load=load, progress=said.append):
+        told = [line for line in said if "still starting" in line]
+        assert told[0] == "fake/bigram: still starting, 0 s so far"
+        await asyncio.sleep(0.2)
+        assert [line for line in said if "still starting" in line] == told
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("tiny-model", "--kind", "text", "--out", "new"),
+        ("small-model", "--out", "new"),
+        ("export", "tinker://s:train:0/weights/a", "new", "--to", "peft"),
+        ("models", "--gpu", "H100", "org/unknown"),
+    ],
+)
+def test_without_torch_a_command_says_what_installs_it(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else found(name))
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 2
+    assert "torch, which is not installed; run `tinker-local install-engine cpu`" in " ".join(done.output.split())
