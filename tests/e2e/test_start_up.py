@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 SAID = (
-    r"loading .*|tiny/\S+: trainer and sampler (are up in .*|agree to .* nats, checked in .* s: .*)"
+    r"starting|loading .*|tiny/\S+: still starting, \d+ s so far"
+    r"|tiny/\S+: trainer and sampler (are up in .*|agree to .* nats, checked in .* s: .*)"
     r"|tiny/\S+: trained by the written-out decoder; adapters reach q_proj, .*, lm_head"
     r"; serves contexts of up to \d+ positions"
     r"|tiny/\S+: started in \d+\.\d s( \((\w+: [^;]* s(; )?)+\))?"
