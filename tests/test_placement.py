@@ -286,6 +286,8 @@ def test_where_not_all_gpus_have_room_one_has_both_engines_and_the_line_says_why
     assert str(placed).startswith(
         "trains on GPU 0 and samples on GPU 0; on all GPUs it does not fit: GPU 1: 1.0 GiB of GPU memory are free"
     )
+    free |= {0: 43, 1: 1}
+    assert "; on all GPUs it does not fit: GPU 1: 1.0 GiB" in str(place(16)), "though GPU 0 has less set aside"
     assert str(placed).endswith("; --train-gpus, --sample-gpus, --shard and --sample-tp choose another layout")
     with pytest.raises(ValueError, match=r"^GPU 1: 1.0 GiB"):
         place(train_gpus=(0, 1))

@@ -52,8 +52,9 @@ def test_a_base_url_that_is_none_is_refused_by_name(url: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v1", "/api/v1", "/v1/", "/oai/api/v1"])
 def test_a_base_url_of_openai_s_clients_is_refused_with_what_to_leave_out(path: str) -> None:
-    with pytest.raises(InvalidRequestError, match=f"base_url: leave out {path.rstrip('/')} of"):
-        local.ServiceClient(base_url=f"http://127.0.0.1:8000{path}")
+    for before in ("", "/team"):
+        with pytest.raises(InvalidRequestError, match=f"base_url: leave out {path.rstrip('/')} of"):
+            local.ServiceClient(base_url=f"http://127.0.0.1:8000{before}{path}")
 
 
 @pytest.mark.parametrize("make", MAKERS)

@@ -15,6 +15,7 @@ from tinker_local.backend.cli import check_command
 from tinker_local.backend.cli.check_command import check_machine, check_model
 from tinker_local.backend.cli.main import main
 from tinker_local.backend.models import model_folder
+from tinker_local.backend.models.fitting import Fit, Fitting
 from tinker_local.backend.models.model_folder import look_at
 from tinker_local.backend.options import BackendOptions, ModelSource
 
@@ -137,6 +138,10 @@ def test_of_a_gpu_one_copy_and_the_plan_are_looked_at(folder: Path, monkeypatch:
     assert (memory, "hold one copy each" in told) == ("problem", True)
     gpus[0] = (0, 80 * 2**30)
     assert looked(max_context_length=64)[1] == ("ok", "fits, with up to 64 positions")
+    with monkeypatch.context() as shorter:
+        shorter.setattr(Fitting, "on", lambda *_: Fit(1024, 4096, 1))
+        told = "a context of 4,096 positions does not fit; --max-context-length 1024 does"
+        assert looked()[1] == ("problem", told)
     gpus[1] = gpus[0]
     (_, told), (_, where) = looked(max_context_length=64, train_gpus=(1,))
     assert "hold one copy each" in told

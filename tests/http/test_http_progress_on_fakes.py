@@ -220,9 +220,11 @@ def test_log_metrics_and_status_work_on_a_running_server_on_fakes(fake_server: S
     checked = CliRunner().invoke(main, ["status", "--url", fake_server.url, "--check-weights"])
     assert checked.exit_code == 0
     assert "trainer and sampler have a copy each" in checked.output
-    assert CliRunner().invoke(main, ["status", "--base-url", fake_server.url]).output.startswith("runs: 1")
+    assert run.model_id in CliRunner().invoke(main, ["status", "--base-url", fake_server.url]).output
     with pytest.raises(tinker.NotFoundError, match="leave out /v1 of the base_url"):
-        tinker.ServiceClient(base_url=f"{fake_server.url}/v1")
+        tinker.ServiceClient(base_url=f"{fake_server.url}/v1").create_lora_training_client(
+            "fake/bigram", rank=4
+        ).result()
     narrow = CliRunner().invoke(main, ["status", "--url", fake_server.url], env={"COLUMNS": "80"}).output.splitlines()
     at = next(at for at, line in enumerate(narrow) if line.startswith(f"{run.model_id}  fake/bigram, rank 4"))
     assert narrow[at + 1].startswith("  1 step (1 unsaved), 2 tokens, loss ")

@@ -106,7 +106,8 @@ def test_the_program_of_readme_prints_what_readme_says(small_server: Server) -> 
         timeout=600,
     )
     said = text.partition("It prints `")[2].partition("`")[0]
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{said}\n", "")
+    assert (done.returncode, done.stdout) == (0, f"{said}\n"), done.stderr
+    assert "deprecated" not in done.stderr
 
 
 @pytest.mark.rotated(2)

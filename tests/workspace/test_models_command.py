@@ -3,13 +3,18 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 from tinker_local.backend.cli.main import main
+from tinker_local.backend.models import place_engines
 from tinker_local.backend.models.fitting import SHAPES, Fitting, free_gpu, known_config, row
 from tinker_local.backend.models.gpu_plan import USUAL
+from tinker_local.backend.models.placement import Layout, shares_weights
+from tinker_local.backend.models.plan_layout import GpuMemory
+from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -68,6 +73,44 @@ def test_an_unknown_gpu_is_named_with_those_that_are_known(given: str) -> None:
     assert "H200" in done.output
 
 
+@pytest.mark.parametrize(
+    ("given", "gib"), [("A100", 39.4), ("4060 Ti", 15.6), ("H100 80GB", 79.2), ("80 GiB", 80), ("24", 24)]
+)
+def test_a_name_may_be_short_and_memory_may_have_its_unit(given: str, gib: float) -> None:
+    assert f"of {gib:.1f} GiB," in planned("--gpu", given, "Qwen/Qwen3-0.6B").output
+
+
+def test_a_plan_is_that_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`place_engines` takes the context that `models` finds, and not one step more."""
+    import torch
+
+    gpus: list[GpuMemory] = []
+    monkeypatch.setattr(place_engines, "free_on_gpu", lambda gpu: (gpus[gpu].free, gpus[gpu].total))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: gpus[gpu].name)
+    config = known_config("Qwen/Qwen3-8B")
+    for there, options in (
+        ([free_gpu(23.5, "RTX 4090")], BackendOptions()),
+        ([free_gpu(23.5, "RTX 4090")], BackendOptions(max_rank=32)),
+        ([free_gpu(40, "A100 40GB")], BackendOptions(shared_weights="off", max_rank=32)),
+        ([free_gpu(23.5, "RTX 4090")] * 2, BackendOptions()),
+        ([free_gpu(23.5, "RTX 4090")] * 2, BackendOptions(train_gpus=(1,))),
+        ([free_gpu(44, "L40S"), GpuMemory(2**30, 44 * 2**30, "L40S")], BackendOptions()),
+    ):
+        gpus[:] = there
+        fit = Fitting.of(config, options).on(there)
+        holder = "holder" if shares_weights(options, len(there)) else None
+        engine = EngineOptions("m", dtype="bfloat16", max_rank=options.max_rank, shared_weights=holder)
+
+        def placed(context: int, options: BackendOptions = options, engine: EngineOptions = engine) -> Layout:
+            chosen = replace(options, max_context_length=context)
+            return place_engines.place_engines(config, engine, chosen, len(gpus)).layout
+
+        assert 0 < fit.context < 40960
+        assert placed(fit.context) == fit.layout
+        with pytest.raises(ValueError, match="GiB of GPU memory are free"):
+            placed(fit.context + 1024)
+
+
 @pytest.mark.parametrize("given", ["RTX 4090", "RTX4090", "rtx-4090", "4090", "NVIDIA GeForce RTX 4090"])
 def test_a_gpu_has_the_names_that_people_write(given: str) -> None:
     done = planned("--gpu", given, "Qwen/Qwen3-8B")
@@ -90,6 +133,7 @@ def test_the_plan_takes_the_options_that_a_refusal_advises() -> None:
     assert fit("--gpu=2x4090") > usual, "one trains and one samples"
     apart = planned("Qwen/Qwen3-8B", "--gpu=2xRTX 5090", "--sample-gpus=1").output
     assert apart.splitlines()[1].endswith("up to 40,960 positions; trains on GPU 0 and samples on GPU 1")
+    assert planned("--gpu=4090", "Qwen/Qwen3-8B").output.endswith("; serve it with --max-context-length 3072\n")
     assert "there is no GPU 2" in planned("Qwen/Qwen3-8B", "--gpu=2xH100", "--sample-gpus=2").output
 
 

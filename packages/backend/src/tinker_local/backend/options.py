@@ -201,6 +201,7 @@ class BackendOptions:
             "if it ends or hangs. "
             "Default: process on GPU, inline on CPU and with --fake.",
             group=OF_GPUS,
+            planned=True,
         ),
     ] = None
     trainer_timeout: Annotated[
@@ -218,6 +219,7 @@ class BackendOptions:
             "Sample in the server's process, or in a separate one for each base model, which does not share the GIL, "
             "and is started again if it ends or hangs. Default: process on GPU, inline on CPU and with --fake.",
             group=OF_GPUS,
+            planned=True,
         ),
     ] = None
     sampler_timeout: Annotated[
@@ -234,7 +236,7 @@ class BackendOptions:
         CommandOption(
             "GPUs that train, such as 0,1 or 0-3: each runs a rank of the trainer in its own process, and they share "
             "the data of a step. On CPU and with --fake: as many processes. Default: the GPUs that --sample-gpus does "
-            "not name, or all; one trainer on CPU.",
+            "not name, or all, or one half where memory is short; one trainer on CPU.",
             metavar="GPUS",
             parse_one=parse_gpus,
             group=OF_GPUS,
@@ -297,7 +299,8 @@ class BackendOptions:
         CommandOption(
             "GPUs that sample, such as 0,2-4: each runs a replica of the sampler in its own process, and requests "
             "go to the replica that has read their prompt or has the fewest sequences. On CPU and with --fake: as many "
-            "processes. Default: the GPUs that --train-gpus does not name, or all; one sampler on CPU.",
+            "processes. Default: the GPUs that --train-gpus does not name, or all, or one half where memory is short; "
+            "one sampler on CPU.",
             metavar="GPUS",
             parse_one=parse_gpus,
             group=OF_GPUS,
@@ -490,7 +493,6 @@ class BackendOptions:
             flag="--kv-cache",
             gib=True,
             group=OF_ENGINES,
-            planned=True,
         ),
     ] = None
     gpu_memory_utilization: Annotated[

@@ -37,8 +37,8 @@ def give_back_at_rest(spare: int) -> None:
     """This process has nothing to do: give back what its allocator keeps of the current GPU for later, unless as much
     is free there for those who leave `spare` bytes free."""
     if torch.cuda.is_initialized():
-        device = torch.device("cuda", torch.cuda.current_device())
         with suppress(RuntimeError):  # of a GPU that no longer works, which the next step says
+            device = torch.device("cuda", torch.cuda.current_device())
             give_back_if_short(device, spare + cached_bytes(device))
 
 

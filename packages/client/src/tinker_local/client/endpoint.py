@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 import tinker
 from tinker_local.types import InvalidRequestError
+from tinker_local.types.base_urls import end_of_openai
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 DEFAULT_API_KEY = "tml-local"
@@ -48,8 +49,8 @@ def resolve_endpoint(base_url: str | None, api_key: str | None) -> Endpoint:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InvalidRequestError(f"base_url: must look like {DEFAULT_BASE_URL}, not {url!r}")
-    if parts.path.endswith("/v1"):
-        raise InvalidRequestError(f"base_url: leave out {parts.path} of {url!r}; it is for OpenAI's clients")
+    if end := end_of_openai(parts.path):
+        raise InvalidRequestError(f"base_url: leave out {end} of {url!r}; it is for OpenAI's clients")
     return Endpoint(url, api_key or os.environ.get("TINKER_API_KEY") or DEFAULT_API_KEY)
 
 

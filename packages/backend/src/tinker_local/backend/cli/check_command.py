@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -198,8 +198,9 @@ def _host_of(url: str) -> str:
 
 
 def _memory(parameters: int, model_type: str, options: BackendOptions, what: str) -> Finding:
-    """The weights, for trainer and sampler, beside the memory that there is; the plan of a GPU is made at the start."""
+    """The weights, for trainer and sampler, beside the memory that there is."""
     from tinker_local.backend.heap import memory_of_machine
+    from tinker_local.backend.models.placement import shares_weights
 
     gpus = _gpus()
     on_gpu = bool(gpus) and _version("vllm") is not None
@@ -211,11 +212,11 @@ def _memory(parameters: int, model_type: str, options: BackendOptions, what: str
             f"GPU {at} {most / GIB:.0f} GiB, {(most - used) / GIB:.0f} free" for at, (used, most) in gpus.items()
         )
         most = sum(most for _, most in gpus.values())
-        shared = len(gpus) == 1 and options.shared_weights != "off"
+        shared = shares_weights(options, len(gpus))
     else:
         most = memory_of_machine()
         there = f"{most / GIB:.0f} GiB of memory, without a GPU"
-        shared = options.shared_weights == "always"
+        shared = False  # saves little here
     copies = "read one copy" if shared else "hold one copy each"
     fits = (1 if shared else 2) * weights < most
     return Finding("ok" if fits else "problem", what, f"{told}; trainer and sampler {copies}; {there}")
@@ -233,6 +234,9 @@ def _plan(source: ModelSource, options: BackendOptions, what: str) -> Finding:
     fit = Fitting.of(config_of(source.path), options).on(gpus)
     if not fit.context:
         return Finding("problem", what, fit.least)
+    if fit.context < fit.wanted:
+        told = f"a context of {fit.wanted:,} positions does not fit; --max-context-length {fit.context} does"
+        return Finding("problem", what, told)
     where = f", {fit.layout}" if len(gpus) > 1 else ""
     return Finding("ok", what, f"fits, with up to {fit.context:,} positions{where}")
 
@@ -268,8 +272,9 @@ def check(models: tuple[ModelSource, ...], data_dir: Path, host: str, port: int,
     """
     options = BackendOptions(data_dir=data_dir, **chosen)
     findings = [*check_machine(options, host, port, fake=False)]
+    share = options.gpu_memory_utilization / max(1, len({source.path for source in models}))
     for source in models:
-        findings += check_model(source, options, whole=True)
+        findings += check_model(source, replace(options, gpu_memory_utilization=share), whole=True)
     tell(findings)
     if any(finding.level == "problem" for finding in findings):
         raise click.exceptions.Exit(1)

@@ -19,7 +19,10 @@ def engine_command(engine: str) -> str:
 def require_torch(command: str) -> None:
     """UsageError, with what installs it, if torch or transformers is missing, which `command` needs."""
     if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
-        raise click.UsageError(f"{command} needs {missing[0]}, which is not installed; run `{engine_command('cpu')}`")
+        from tinker_local.backend.heap import memory_of_gpus
+
+        run = engine_command("gpu" if memory_of_gpus() else "cpu")
+        raise click.UsageError(f"{command} needs {missing[0]}, which is not installed; run `{run}`")
 
 
 @click.command("install-engine")

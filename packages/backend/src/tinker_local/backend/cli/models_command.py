@@ -26,7 +26,8 @@ def models(models: tuple[ModelSource, ...], gpu: str | None, **options: Any) -> 
     """Say which models fit, and with how long a context.
 
     MODELS are folders or names of a hub; without any, well-known ones. It is the plan that `serve` makes with the same
-    options, by default in bfloat16 and for one GPU that nothing else uses. Nothing is loaded or downloaded but configs.
+    options, by default in bfloat16 and for this machine's GPUs, as if nothing else used them. Nothing is loaded or
+    downloaded but configs.
     """
     from tinker_local.backend.models.fitting import GIB, SHAPES
 
@@ -39,9 +40,9 @@ def models(models: tuple[ModelSource, ...], gpu: str | None, **options: Any) -> 
         fit = _fitting(source, chosen).on(gpus)
         size = f"{source.name}, {fit.parameters / 1e9:.3g}B parameters"
         where = f"; {fit.layout}" if count > 1 else ""
-        click.echo(
-            f"fits    {size}: up to {fit.context:,} positions{where}" if fit.context else f"NOT     {size}: {fit.least}"
-        )
+        option = f"; serve it with --max-context-length {fit.context}" if fit.context < fit.wanted else ""
+        told = f"up to {fit.context:,} positions{where}{option}"
+        click.echo(f"fits    {size}: {told}" if fit.context else f"NOT     {size}: {fit.least}")
 
 
 def _fitting(source: ModelSource, options: BackendOptions) -> "Fitting":
@@ -77,13 +78,14 @@ def _check_where(source: ModelSource) -> None:
 
 def _gpus(given: str | None) -> "list[GpuMemory]":
     """The GPUs to plan for."""
-    from tinker_local.backend.heap import memory_of_gpus
+    from tinker_local.backend.heap import memory_of_gpus, names_of_gpus
     from tinker_local.backend.models.fitting import GIB, free_gpu
 
     if given is None:
         if not (there := memory_of_gpus()):
             raise click.UsageError("this machine has no NVIDIA GPU to plan for; name one with --gpu, as in --gpu H200")
-        return [free_gpu(most / GIB) for _, most in there.values()]
+        names = names_of_gpus()
+        return [free_gpu(most / GIB, names.get(at, "")) for at, (_, most) in there.items()]
     several = re.fullmatch(r"\s*(\d{1,3})\s*[x\u00d7]\s*(.+)", given, re.IGNORECASE)
     count, one = (int(several[1]), several[2]) if several else (1, given)
     if not 1 <= count <= 64:
@@ -97,10 +99,15 @@ def _one_gpu(given: str) -> tuple[float, str]:
 
     by_name = {_letters(name): (gib, name) for name, gib in GPUS.items()}
     by_name |= {name.removeprefix("rtx"): found for name, found in by_name.items()}
-    if (known := by_name.get(_letters(given))) is not None:
+    wanted = _letters(given)
+    of_one_size = _letters(re.sub(r"\s\d+\s*gi?b$", "", given, flags=re.IGNORECASE))  # `H100 80GB`
+    if (known := by_name.get(wanted, by_name.get(of_one_size))) is not None:
         return known
+    begun = [found for name, found in by_name.items() if name.startswith(wanted)]
+    if begun and re.search("[a-z]", wanted):  # of an A100, the smaller
+        return min(begun)
     try:
-        gib = float(given)
+        gib = float(re.sub(r"\s*gi?b\s*$", "", given, flags=re.IGNORECASE))
     except ValueError:
         gib = 0
     if not 1 <= gib <= 10_000:

@@ -31,13 +31,14 @@ def server_options(command: F) -> F:
 def open_client(url: str, headers: dict[str, str], *, read_seconds: float | None = None) -> "httpx.Client":
     """A client of the server at `url`; click.BadParameter if that is not a URL. `read_seconds` None: any time."""
     import httpx
+    from tinker_local.types.base_urls import end_of_openai
 
     timeout = httpx.Timeout(read_seconds, connect=CONNECT_SECONDS)
     try:
         if httpx.URL(url).scheme not in ("http", "https"):
             raise ValueError("it must begin with http:// or https://")
-        if (path := httpx.URL(url).path.rstrip("/")).endswith("/v1"):
-            raise ValueError(f"leave out {path}")
+        if end := end_of_openai(url.rstrip("/")):
+            raise ValueError(f"leave out {end}")
         return httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout, trust_env=False)
     except (httpx.InvalidURL, ValueError) as error:
         raise click.BadParameter(f"{url}: {error}", param_hint="--url") from None

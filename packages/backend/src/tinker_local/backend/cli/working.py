@@ -1,5 +1,6 @@
 """Says that a command is at work: on a terminal with a line that moves, elsewhere with a line every `SECONDS`."""
 
+import os
 import sys
 import threading
 import time
@@ -17,17 +18,24 @@ class Working:
     def __init__(self, stage: str) -> None:
         self._began = time.monotonic()
         self._ended = threading.Event()
+        self._stage = stage
         self._shown = None
-        if sys.stderr.isatty():
+        self._thread: threading.Thread | None = None
+        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-            columns = (TextColumn("{task.description}"), BarColumn(pulse_style="green"), TimeElapsedColumn())
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(pulse_style="green"),
+                TimeElapsedColumn(),
+            )
             self._shown = Progress(*columns, console=Console(stderr=True), transient=True)
             self._task = self._shown.add_task("", total=None)
             self._shown.start()
         else:
-            threading.Thread(target=self._repeat, daemon=True, name="working").start()
+            self._thread = threading.Thread(target=self._repeat, daemon=True, name="working")
+            self._thread.start()
         self(stage)
 
     def __call__(self, stage: str) -> None:
@@ -44,6 +52,8 @@ class Working:
     def end(self) -> None:
         """Nothing is done any more."""
         self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
         if self._shown is not None:
             self._shown.stop()
 

@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from tinker_local.types import ApiError, InternalError, InvalidRequestError, TooManyRequestsError
+from tinker_local.types.base_urls import end_of_openai
 from tinker_local.types.errors import Category
 
 log = logging.getLogger(__name__)
@@ -100,8 +101,8 @@ def install(app: FastAPI) -> None:
         if error.status_code == 404 and detail == "Not Found":
             path = request.url.path
             detail = f"there is no {request.method} {path} on this server"
-            if (before := path.rpartition("/api/v1/")[0]).endswith("/v1"):
-                detail += f"; leave out {before} of the base_url"
+            if end := end_of_openai(path.rpartition("/api/v1/")[0]):
+                detail += f"; leave out {end} of the base_url"
         return plain(detail, error.status_code, request.url.path, error.headers)
 
     @app.exception_handler(RequestValidationError)

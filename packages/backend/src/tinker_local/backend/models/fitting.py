@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tinker_local.backend.models.gpu_plan import model_sizes
-from tinker_local.backend.models.placement import ONE_GPU, Layout
+from tinker_local.backend.models.placement import ONE_GPU, Layout, shares_weights
 from tinker_local.backend.models.plan_layout import GpuMemory, PlannedModel, plan_layout
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.training.run.block_memory import attention_memory, decoder_memory, mlp_memory
@@ -90,10 +90,11 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """`context`: the longest, in positions, 0 if not even `STEP` fits; `least`: why, in the planner's words. `layout`:
-    for that context."""
+    """`context`: the longest that fits, in positions, 0 if not even `STEP` does; `wanted`: the one that `serve` wants,
+    and refuses to start without; `least`: why not even `STEP`, in the planner's words. `layout`: for `context`."""
 
     context: int
+    wanted: int
     parameters: int
     least: str = ""
     layout: Layout = ONE_GPU
@@ -151,8 +152,8 @@ class Fitting:
             return decoder_memory([layer] * shape.layers, tokens * shape.hidden * itemsize)
 
         sizes = model_sizes(_text_config(shape), shape.parameters, itemsize)
-        one_copy = options.shared_weights != "off"
-        return cls(PlannedModel(sizes, memory, shape.positions, shape.kv_heads, bool(shape.tower), one_copy), options)
+        vision = bool(shape.tower)
+        return cls(PlannedModel(sizes, memory, shape.positions, shape.kv_heads, vision, one_copy=True), options)
 
     @classmethod
     def of(cls, config: Any, options: BackendOptions | None = None) -> "Fitting":
@@ -171,7 +172,7 @@ class Fitting:
             options,
             options.dtype or "bfloat16",
             train_vision=options.train_vision and family.vision is not None and not family.vision.frozen,
-            one_copy=family.one_copy and options.shared_weights != "off",
+            one_copy=family.one_copy,
         )
         return cls(model, options)
 
@@ -181,7 +182,7 @@ class Fitting:
         try:
             layout = self._plan(gpus, min(STEP, longest))
         except ValueError as error:
-            return Fit(0, self.model.sizes.parameters, str(error))
+            return Fit(0, longest, self.model.sizes.parameters, str(error))
         fits, too_long = 1, math.ceil(longest / STEP) + 1
         while too_long - fits > 1:
             middle = (fits + too_long) // 2
@@ -190,11 +191,12 @@ class Fitting:
                 fits = middle
             except ValueError:
                 too_long = middle
-        return Fit(min(fits * STEP, longest), self.model.sizes.parameters, layout=layout)
+        return Fit(min(fits * STEP, longest), longest, self.model.sizes.parameters, layout=layout)
 
     def _plan(self, gpus: Sequence[GpuMemory], context: int) -> Layout:
         options = replace(self._options, max_context_length=context)
-        return plan_layout(self.model, options, len(gpus), lambda gpu: gpus[gpu]).layout
+        one_copy = self.model.one_copy and shares_weights(options, len(gpus))
+        return plan_layout(replace(self.model, one_copy=one_copy), options, len(gpus), lambda gpu: gpus[gpu]).layout
 
 
 def _itemsize(options: BackendOptions) -> int:

@@ -22,7 +22,7 @@ from tinker_local.backend.models.adapter_check import TARGETS
 from tinker_local.backend.models.gpu_plan import USUAL
 from tinker_local.backend.models.model_folder import check_source
 from tinker_local.backend.models.place_engines import place_engines
-from tinker_local.backend.models.placement import environment_of, layouts, replica_gpus
+from tinker_local.backend.models.placement import environment_of, layouts, replica_gpus, shares_weights
 from tinker_local.backend.models.positions import verdict_file
 from tinker_local.backend.models.served_models import (
     EngineLoader,
@@ -433,7 +433,7 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
     use_writable_caches(options.data_dir, progress)
     read_ahead(source.path)
     with started_early(_imports(options)):
-        if not _shares(options):
+        if not shares_weights(options, len(memory_of_gpus())):
             return _load_real(source, options, progress, None)
         try:
             holder = MemoryHolder()
@@ -455,15 +455,6 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
             return engines
         progress(f"{source.name}: trainer and sampler have a copy of the weights each: {holder.refusal}")
         return _load_real(source, options, progress, None)
-
-
-def _shares(options: BackendOptions) -> bool:
-    """Whether both engines are to read one copy of the weights, on the only GPU or on a CPU, where it saves little,
-    since vLLM packs most matrices."""
-    gpus, hosts = len(memory_of_gpus()), max(options.train_hosts, options.sample_hosts)
-    if options.train_gpus or options.sample_gpus or gpus > 1 or hosts > 1:
-        return False
-    return options.shared_weights == "always" or (options.shared_weights == "auto" and gpus == 1)
 
 
 def _imports(options: BackendOptions) -> Mapping[str, str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinker_local.backend.heap import free_on_gpu, give_memory_back, memory_available
 from tinker_local.backend.models.gpu_plan import SMALLER, USUAL, ModelSizes, Reserves, model_sizes
-from tinker_local.backend.models.placement import ONE_GPU, Layout, layouts, replica_gpus
+from tinker_local.backend.models.placement import Layout, layouts, replica_gpus
 from tinker_local.backend.models.plan_layout import (
     DoesNotFitError,
     GpuMemory,
@@ -81,9 +81,9 @@ def place_engines(config: Any, engine: "EngineOptions", options: BackendOptions,
 
 
 def _with_given_cache(engine: "EngineOptions", kv_cache: int, layout: Layout, sizes: ModelSizes) -> PlacedEngines:
-    """The engines of a `layout` that does not fit by the plan: with the steps of `engine`."""
+    """The engines of a `layout` that does not fit by the plan: with the least reserves, and the steps of `engine`."""
     _check_cache(kv_cache, layout, sizes)
-    reserves = replace(SMALLER[-1], step=None) if layout == ONE_GPU else USUAL
+    reserves = replace(SMALLER[-1], step=None)
     one = replace(
         _placed(engine, layout),
         max_sequences=sizes.sequences_with_states(kv_cache * layout.sample_tp, engine.max_sequences),

@@ -81,6 +81,15 @@ def layouts(options: BackendOptions, gpus: int, kv_heads: int) -> list[Layout]:
     return found if chosen or ONE_GPU in found else [*found, *_halves(options, gpus, kv_heads), ONE_GPU]
 
 
+def shares_weights(options: BackendOptions, gpus: int) -> bool:
+    """Whether both engines are to read one copy of the weights, on the only GPU that the server sees or on a CPU (0),
+    where it saves little, since vLLM packs most matrices."""
+    hosts = max(options.train_hosts, options.sample_hosts)
+    if options.train_gpus or options.sample_gpus or gpus > 1 or hosts > 1:
+        return False
+    return options.shared_weights == "always" or (options.shared_weights == "auto" and gpus == 1)
+
+
 def _halves(options: BackendOptions, gpus: int, kv_heads: int) -> list[Layout]:
     """One half of `gpus` trains and the other, which may be larger, samples."""
     if gpus < 2 or "inline" in (options.trainer, options.sampler):

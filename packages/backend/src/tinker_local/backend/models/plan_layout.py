@@ -77,8 +77,8 @@ def plan_layout(
             except ValueError as error:
                 refusals[layout] = str(error)
                 continue
-            given_up = layout == ONE_GPU and possible != [ONE_GPU] and refusals
-            return PlannedLayout(layout, plans, reserves, [*refusals.values()][-1] if given_up else "")
+            given_up = [text for other, text in refusals.items() if other != ONE_GPU] if layout == ONE_GPU else []
+            return PlannedLayout(layout, plans, reserves, given_up[-1] if given_up else "")
     together = [layout for layout in possible if layout.train_gpus == layout.sample_gpus != ()]
     *_, most = together or [layout for layout in possible if layout != ONE_GPU] or possible
     raise DoesNotFitError(refusals[most], most)
