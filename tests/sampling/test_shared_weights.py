@@ -396,6 +396,8 @@ def test_matrices_of_two_dtypes_are_views_each_of_its_own_place(tmp_path: Path) 
 @pytest.mark.parametrize("stranger", ["the holder", "the engine"])
 def test_neither_end_talks_to_another_user(stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
     holder, this_user = MemoryHolder(), os.geteuid()
+    served: list[socket.socket] = []
+    monkeypatch.setattr(holder, "_serve", served.append)
 
     def whom_it_expects() -> int:
         in_engine = threading.current_thread() is threading.main_thread()
@@ -407,7 +409,9 @@ def test_neither_end_talks_to_another_user(stranger: str, monkeypatch: pytest.Mo
             RuntimeError, match="another user answers" if stranger == "the holder" else "does not answer"
         ):
             put(holder.address, Deposit("bytes", []))
+    monkeypatch.undo()
     assert get(holder.address, wait=False) is None
+    assert (stranger == "the holder") or not served, "it has no thread"
     holder.close()
 
 
