@@ -110,9 +110,8 @@ class InProcessDriver:
         self.sequence: dict[str, int] = {}
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(
-            3600
-        )  # what hangs ends with the test's own time
+        # An hour: the test's own time limit ends what hangs.
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(3600)
 
     def close(self) -> None:
         self.run(self.backend.close())

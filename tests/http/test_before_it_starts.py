@@ -86,7 +86,7 @@ def test_weights_that_are_absent_pickled_or_of_another_format_are_named(folder: 
 
 def test_configs_tokenizers_and_processors_that_are_absent_or_wrong_are_named(folder: Path, tmp_path: Path) -> None:
     assert problems(tmp_path / "nothing") == [
-        f"there is no folder {tmp_path}/nothing; a hub name has the form ORG/NAME"
+        f"there is no folder {tmp_path}/nothing (the name of a model on a hub has the form ORG/NAME)"
     ]
     for name in model_folder.TOKENIZERS:
         (folder / name).unlink(missing_ok=True)
@@ -156,7 +156,7 @@ def test_a_name_of_a_hub_that_cannot_be_reached_is_a_line(monkeypatch: pytest.Mo
     (found,) = check_model(source, BackendOptions())
     assert (found.level, found.text) == (
         "problem",
-        "there is no folder a/model; as a hub name it is not in the cache, and HF_HUB_OFFLINE is set",
+        "there is no folder a/model, and no model of that name in the hub's cache; HF_HUB_OFFLINE forbids a download",
     )
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "ENDPOINT", "http://127.0.0.1:9")

@@ -1,7 +1,5 @@
-"""What is installed outside the workspace: without an engine there is no torch, and an engine is what uv.lock says.
-
-And the way there: documented lines that install, the version, and the workflow that publishes.
-"""
+"""What is installed outside the workspace: without an engine, a server that needs no torch; with one, the versions of
+uv.lock. Also the documented lines that install it, its version, and the workflow that publishes it."""
 
 import os
 import re

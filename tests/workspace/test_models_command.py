@@ -145,9 +145,15 @@ def test_a_folder_that_is_not_there_is_said_at_once(tmp_path: Path, monkeypatch:
     for name in ("HTTPS_PROXY", "https_proxy"):
         monkeypatch.delenv(name, raising=False)
     for path, words in (
-        (f"{tmp_path}/none", f"there is no folder {tmp_path}/none; a hub name has the form ORG/NAME"),
-        ("models", "there is no folder models; a hub name has the form ORG/NAME"),
-        ("models/none", "there is no folder models/none; as a hub name it is not in the cache, and 127.0.0.1:9"),
+        (
+            f"{tmp_path}/none",
+            f"there is no folder {tmp_path}/none (the name of a model on a hub has the form ORG/NAME)",
+        ),
+        ("models", "there is no folder models (the name of a model on a hub has the form ORG/NAME)"),
+        (
+            "models/none",
+            "there is no folder models/none, and no model of that name in the hub's cache; 127.0.0.1:9 does not answer",
+        ),
     ):
         done = planned("--gpu=H200", path)
         assert done.exit_code == 2

@@ -80,6 +80,7 @@ def test_without_torch_a_command_says_what_installs_it(
 ) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else found(name))
+    monkeypatch.setattr("tinker_local.backend.heap.memory_of_gpus", dict)
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 2
     assert "torch, which is not installed; run `tinker-local install-engine cpu`" in " ".join(done.output.split())

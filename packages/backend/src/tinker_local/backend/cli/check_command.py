@@ -178,9 +178,9 @@ def of_hub(source: ModelSource, what: str) -> Finding:
 
     if isinstance(try_to_load_from_cache(source.path, "config.json"), str):
         return Finding("ok", what, f"{source.path} is in the cache, at least in part")
-    missing = f"there is no folder {source.path}; as a hub name it is not in the cache"
+    missing = f"there is no folder {source.path}, and no model of that name in the hub's cache"
     if constants.HF_HUB_OFFLINE:
-        return Finding("problem", what, f"{missing}, and HF_HUB_OFFLINE is set")
+        return Finding("problem", what, f"{missing}; HF_HUB_OFFLINE forbids a download")
     if proxy := os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):
         return Finding("ok", what, f"{source.path} is not in the cache; serve downloads it through {_host_of(proxy)}")
     host = constants.ENDPOINT.partition("://")[2].partition("/")[0]
@@ -188,7 +188,7 @@ def of_hub(source: ModelSource, what: str) -> Finding:
     try:
         socket.create_connection((name, int(port or 443)), HUB_SECONDS).close()
     except OSError as error:
-        return Finding("problem", what, f"{missing}, and {host} does not answer: {error}")
+        return Finding("problem", what, f"{missing}; {host} does not answer: {error}")
     return Finding("ok", what, f"{source.path} is not in the cache; {host} answers, and serve downloads it")
 
 
@@ -265,10 +265,10 @@ def tell(findings: Sequence[Finding]) -> None:
 def check(models: tuple[ModelSource, ...], data_dir: Path, host: str, port: int, **chosen: Any) -> None:
     """Look whether this machine can serve MODELS.
 
-    Looks at engines, versions, data folder and port, and at the files and the memory of each model, which on a GPU is
-    the plan that `serve` makes with the same options. Loads nothing, but
-    reads the weights once, to find numbers that are NaN: seconds, or as long as the disk takes. The exit status is 1 if
-    there is a problem. `serve` looks at the same first, and at the weights' numbers while it loads them.
+    Looks at engines, versions, data folder and port, and at the files and the memory of each model. On a GPU it makes
+    the plan that `serve` makes with the same options. Loads nothing, but reads the weights once, to find numbers that
+    are NaN: seconds, or as long as the disk takes. The exit status is 1 if there is a problem. `serve` looks at the
+    same first, and at the weights' numbers while it loads them.
     """
     options = BackendOptions(data_dir=data_dir, **chosen)
     findings = [*check_machine(options, host, port, fake=False)]

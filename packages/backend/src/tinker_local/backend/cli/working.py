@@ -18,7 +18,6 @@ class Working:
     def __init__(self, stage: str) -> None:
         self._began = time.monotonic()
         self._ended = threading.Event()
-        self._stage = stage
         self._shown = None
         self._thread: threading.Thread | None = None
         if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
@@ -33,10 +32,10 @@ class Working:
             self._shown = Progress(*columns, console=Console(stderr=True), transient=True)
             self._task = self._shown.add_task("", total=None)
             self._shown.start()
-        else:
+        self(stage)
+        if self._shown is None:
             self._thread = threading.Thread(target=self._repeat, daemon=True, name="working")
             self._thread.start()
-        self(stage)
 
     def __call__(self, stage: str) -> None:
         self._stage = stage

@@ -101,10 +101,10 @@ def look_at(source: ModelSource) -> ModelFiles:
 
 
 def no_folder(path: str) -> str | None:
-    """That neither a folder nor a name of a hub is `path`; None if it may be one."""
+    """Why `path` is neither a folder nor the name of a model on a hub; None if it may be one of them."""
     if Path(path).exists() or re.fullmatch(r"\w[\w.-]*/[\w.-]+", path):
         return None
-    return f"there is no folder {path}; a hub name has the form ORG/NAME"
+    return f"there is no folder {path} (the name of a model on a hub has the form ORG/NAME)"
 
 
 def check_source(source: ModelSource) -> None:
