@@ -9,6 +9,7 @@ from tinker_local.backend.cli.export_command import export
 from tinker_local.backend.cli.import_command import import_
 from tinker_local.backend.cli.install_engine import install_engine
 from tinker_local.backend.cli.models_command import models
+from tinker_local.backend.cli.report_command import report
 from tinker_local.backend.cli.serve import serve
 from tinker_local.backend.cli.small_model_command import small_model
 from tinker_local.backend.cli.status_command import status
@@ -36,6 +37,7 @@ main.add_command(import_)
 main.add_command(tiny_model)
 main.add_command(small_model)
 main.add_command(models)
+main.add_command(report)
 main.add_command(install_engine)
 main.add_command(completion)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tinker_local.backend.models.gpu_plan import model_sizes
 from tinker_local.backend.models.placement import ONE_GPU, Layout, shares_weights
-from tinker_local.backend.models.plan_layout import GpuMemory, PlannedModel, plan_layout
+from tinker_local.backend.models.plan_layout import GpuMemory, PlannedLayout, PlannedModel, plan_layout
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.training.run.block_memory import attention_memory, decoder_memory, mlp_memory
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory
@@ -91,13 +91,18 @@ SHAPES = {
 @dataclass(frozen=True, slots=True)
 class Fit:
     """`context`: the longest that fits, in positions, 0 if not even `STEP` does; `wanted`: the one that `serve` wants,
-    and refuses to start without; `least`: why not even `STEP`, in the planner's words. `layout`: for `context`."""
+    and refuses to start without; `least`: why not even `STEP`, in the planner's words. `planned`: for `context`."""
 
     context: int
     wanted: int
     parameters: int
     least: str = ""
-    layout: Layout = ONE_GPU
+    planned: PlannedLayout | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """Of the plan."""
+        return ONE_GPU if self.planned is None else self.planned.layout
 
 
 def known_config(name: str) -> Any:
@@ -180,23 +185,23 @@ class Fitting:
         """On free `gpus`."""
         longest = min(self._options.max_context_length or self.model.longest, self.model.longest)
         try:
-            layout = self._plan(gpus, min(STEP, longest))
+            planned = self._plan(gpus, min(STEP, longest))
         except ValueError as error:
             return Fit(0, longest, self.model.sizes.parameters, str(error))
         fits, too_long = 1, math.ceil(longest / STEP) + 1
         while too_long - fits > 1:
             middle = (fits + too_long) // 2
             try:
-                layout = self._plan(gpus, min(middle * STEP, longest))
+                planned = self._plan(gpus, min(middle * STEP, longest))
                 fits = middle
             except ValueError:
                 too_long = middle
-        return Fit(min(fits * STEP, longest), longest, self.model.sizes.parameters, layout=layout)
+        return Fit(min(fits * STEP, longest), longest, self.model.sizes.parameters, planned=planned)
 
-    def _plan(self, gpus: Sequence[GpuMemory], context: int) -> Layout:
+    def _plan(self, gpus: Sequence[GpuMemory], context: int) -> PlannedLayout:
         options = replace(self._options, max_context_length=context)
         one_copy = self.model.one_copy and shares_weights(options, len(gpus))
-        return plan_layout(replace(self.model, one_copy=one_copy), options, len(gpus), lambda gpu: gpus[gpu]).layout
+        return plan_layout(replace(self.model, one_copy=one_copy), options, len(gpus), lambda gpu: gpus[gpu])
 
 
 def _itemsize(options: BackendOptions) -> int:

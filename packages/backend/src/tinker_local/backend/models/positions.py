@@ -139,16 +139,20 @@ def compare_parts(
     """How logprobs [N - 1] differ on average in each part of a text: from one of `marks` to the next, and from each
     power of 2 to the next, so that many positions that agree do not hide a few that differ."""
     length = len(ours) + 1
-    bounds = {2**power for power in range(5, 64)} | set(marks)
-    cuts = [1, *sorted(bound for bound in bounds if 1 < bound < length), length]
     found = []
-    for start, stop in itertools.pairwise(cuts):
+    for start, stop in parts(length, marks):
         of_ours, of_theirs = ours[start - 1 : stop - 1], theirs[start - 1 : stop - 1]
         differences = np.abs(of_ours - of_theirs)
         at = int(np.argmax(np.nan_to_num(differences, nan=np.inf)))
         mean = float(differences.mean())
         found.append(Agreement(mean, length, False, start + at, float(of_ours[at]), float(of_theirs[at])))
     return found
+
+
+def parts(length: int, marks: Sequence[int]) -> list[tuple[int, int]]:
+    """The first position and the end of each part of a text of `length` positions, from 1 on."""
+    bounds = {2**power for power in range(5, 64)} | set(marks)
+    return list(itertools.pairwise([1, *sorted(bound for bound in bounds if 1 < bound < length), length]))
 
 
 # Verdicts of earlier starts -------------------------------------------------------------------------------------------

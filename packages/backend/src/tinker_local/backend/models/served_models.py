@@ -267,21 +267,21 @@ class ServedModel:
         engines = self.engines
         targets = engines.targets or TARGETS
         try:
-            difference = await self._check_adapter(targets)
+            compared = await self.compare_adapter(targets)
         except ValueError:
             if engines.unknown_adapters:
                 raise
             for target in targets:
                 try:
-                    await self._check_adapter([target])
+                    await self.compare_adapter([target])
                 except ValueError as error:
                     self.unsampled[target] = str(error).removeprefix(f"{self.names[0]}: ")
             rest = [target for target in targets if target not in self.unsampled]
             if len(rest) in (0, len(targets)):
                 raise
-            difference = await self._check_adapter(rest)
+            compared = await self.compare_adapter(rest)
         self.images_of_start = self.images()
-        return difference
+        return compared.worst.difference
 
     def check_sampled(self, config: LoraConfig) -> None:
         """InvalidRequestError if `config` trains what the sampler would not compute."""
@@ -292,9 +292,9 @@ class ServedModel:
                     f"({why})"
                 )
 
-    async def _check_adapter(self, targets: Sequence[str]) -> float:
-        """ValueError in one line if trainer and sampler compute an adapter on `targets` differently, or if the sampler
-        cannot take it."""
+    async def compare_adapter(self, targets: Sequence[str]) -> Comparison:
+        """Compare trainer and sampler with an adapter on `targets`, after `check_agreement`; ValueError in one line if
+        they compute it differently, or if the sampler cannot take it."""
         engines = self.engines
         with self._comparing(" with an adapter"):
             state, draws, effect = await self.scheduler.call(
@@ -304,8 +304,7 @@ class ServedModel:
             version = AdapterVersion(name, Path("compared-at-the-start"), lambda: state)
             limit = 0.0 if engines.unknown_adapters else largest_difference(engines.tolerance, effect)
             try:
-                compared = await self._compared(version, draws, "adapters of this model", limit)
-                return compared.worst.difference
+                return await self._compared(version, draws, "adapters of this model", limit)
             finally:
                 await engines.sampler.remove_version(version)
 

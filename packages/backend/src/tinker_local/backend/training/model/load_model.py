@@ -1,6 +1,7 @@
 """Load a base model for training: frozen, with a decoder that trains adapters on it."""
 
 import functools
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,7 +166,8 @@ def tower_of_sizes(config: Any, dtype: str) -> VisionTower | None:
 def _without_values(config: Any, family: Family, dtype: str) -> Any:
     with torch.device("meta"):
         auto_class = getattr(transformers, family.auto_class)
-        model = auto_class.from_config(config, dtype=DTYPES[dtype])
+        # On this device grouped products, which are the default, take bfloat16 alone.
+        model = auto_class.from_config(deepcopy(config), dtype=DTYPES[dtype], experts_implementation="batched_mm")
     return model.eval().requires_grad_(False)
 
 
