@@ -3,7 +3,7 @@
     python benchmarks/small_card.py --gib 23.5 --out benchmarks/results       # as much as a 3090 or 4090 has
     python benchmarks/small_card.py --gib 0 --tiny                            # the same code on a CPU
 
-`serve MODEL --max-context-length 8192 --max-rank 32`, nothing else, plans for what is free. Then SFT on the same eight
+`serve MODEL --max-context-length 7168 --max-rank 32`, nothing else, plans for what is free. Then SFT on the same eight
 sequences of 2,048 tokens, whose loss has to fall, and RL: sixteen samples of 128 tokens, a step on them with
 `importance_sampling`, again and again. Says the plan's words, what the GPU has in use by the driver, contexts included,
 the losses, and how the sampler's logprobs differ from the trainer's. Random weights in the shape of Qwen3-8B.
@@ -99,7 +99,14 @@ def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[s
     processes.write_text_model(scale.name, folder, logs)
     with ballast(options.gib):
         before, began = UsedMemory.now(), time.monotonic()
-        serve = ["--model", f"{MODEL}={folder / 'text'}", "--max-context-length", "8192", "--max-rank", "32"]
+        serve = [
+            "--model",
+            f"{MODEL}={folder / 'text'}",
+            "--max-context-length",
+            str(options.context),
+            "--max-rank",
+            "32",
+        ]
         if options.tiny:
             serve = [*serve[:2], "--max-rank", "32", "--kv-cache", "0.25"]
         log_file = logs / "serve.log"
@@ -122,6 +129,7 @@ def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[s
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, required=True, help="that are left free")
+    parser.add_argument("--context", type=int, default=7168, help="in positions; the plan for 23.5 GiB takes no more")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU")
     parser.add_argument("--out", type=Path, help="folder for a dated file of the result")
     options = parser.parse_args()

@@ -1,7 +1,7 @@
 """The oracle: transformers' own forward with autograd, with adapters as hooks on its modules, as PEFT computes them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import transformers
 from tinker_local.backend.families.family import Vision
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedInput
+from tinker_local.backend.report.reference import arguments, hooked
 from tinker_local.backend.training.lora.lora import Adapter
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
@@ -65,21 +66,10 @@ class Hooked:
             self.leaves[adapter_id] = {s.name: s.view(adapter.weights).clone().requires_grad_() for s in adapter.specs}
             self._scale[adapter_id] = 32 / adapter.config.rank
 
-    @contextmanager
-    def on(self, adapter_id: str | None) -> Iterator[None]:
-        leaves = {} if adapter_id is None else self.leaves[adapter_id]
-        handles = []
-        for path, module in self._theirs.named_modules():
-            parent, _, last = path.rpartition(".")
-            parts = [f"{parent}.{part}" for part in self._split[last].projections] if last in self._split else [path]
-            if f"base_model.model.{parts[0]}.lora_A.weight" in leaves:
-                pairs = [[leaves[f"base_model.model.{part}.lora_{factor}.weight"] for factor in "AB"] for part in parts]
-                handles.append(module.register_forward_hook(self._low_rank(pairs, self._scale[str(adapter_id)])))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def on(self, adapter_id: str | None) -> AbstractContextManager[None]:
+        if adapter_id is None:
+            return nullcontext()
+        return hooked(self._theirs, self.leaves[adapter_id], self._scale[adapter_id], self._split)
 
     def logprobs(self, adapter_id: str | None, input: RenderedInput) -> torch.Tensor:
         """log softmax of all logits, [N, vocabulary]."""
@@ -89,29 +79,15 @@ class Hooked:
     def gradients(self, adapter_id: str) -> dict[str, torch.Tensor]:
         return {n: torch.zeros_like(v) if v.grad is None else v.grad for n, v in self.leaves[adapter_id].items()}
 
-    @staticmethod
-    def _low_rank(pairs: Sequence[Sequence[torch.Tensor]], scale: float) -> Callable[..., torch.Tensor]:
-        """`pairs`: A and B of each part of the module's rows."""
-
-        def add(module: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-            return output + torch.cat([args[0] @ a.T @ b.T for a, b in pairs], -1) * scale
-
-        return add
-
 
 def model_arguments(input: RenderedInput, vision: Vision | None) -> dict[str, Any]:
     """What transformers' models take."""
-    token_ids = torch.from_numpy(input.token_ids.astype(np.int64))[None]
-    arguments: dict[str, Any] = {"input_ids": token_ids, "use_cache": False}
+    found = arguments(input, vision)
     if input.images and vision is not None:
         placements = sorted(input.images, key=lambda placement: placement.offset)
-        is_image = torch.zeros_like(token_ids, dtype=torch.int32)
-        for placement in placements:
-            is_image[0, placement.offset : placement.offset + placement.image.num_tokens] = 1
-        arguments |= vision.arguments([placement.image for placement in placements], is_image)
         if any(first.offset + first.image.num_tokens == second.offset for first, second in pairwise(placements)):
-            arguments["position_ids"] = positions(input, placements)  # transformers merges adjacent images
-    return arguments
+            found["position_ids"] = positions(input, placements)  # transformers merges adjacent images
+    return found
 
 
 def positions(input: RenderedInput, placements: Sequence[ImagePlacement]) -> torch.Tensor:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,14 +56,14 @@ LOOKS = 0.1
 
 
 class MemoryWatch:
-    """While open, watches what all GPUs together have in use, or on a CPU this process and its children; `peak`, the
-    most since it was last `reset`, and `now`, in bytes."""
+    """While open, watches what all GPUs together have in use, or on a CPU this process and its children; `peak()`,
+    the most since it was last `reset`, and `now()`, in bytes."""
 
     def __init__(self) -> None:
         self.gpu = bool(memory_of_gpus())
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="memory-watch")
-        self.peak = self.now()
+        self._peak = self.now()
 
     def __enter__(self) -> "MemoryWatch":
         self._thread.start()
@@ -75,22 +76,29 @@ class MemoryWatch:
     def now(self) -> int:
         return sum(used for used, _ in memory_of_gpus().values()) if self.gpu else memory_of_processes()
 
+    def peak(self) -> int:
+        self._peak = max(self._peak, self.now())
+        return self._peak
+
     def reset(self) -> None:
-        self.peak = self.now()
+        self._peak = self.now()
 
     def _watch(self) -> None:
         while not self._stop.wait(LOOKS):
-            self.peak = max(self.peak, self.now())
+            self.peak()
 
 
 @dataclass(frozen=True, slots=True)
 class PartOfText:
-    """`mean`, `largest`: difference of the logprobs of trainer and sampler (nats) at positions [start, stop)."""
+    """Differences of logprobs (nats) at positions [start, stop): between trainer and sampler, the `mean` and the
+    `largest`, and the same of what other rounding alone makes in the trainer."""
 
     start: int
     stop: int
     mean: float
     largest: float
+    mean_by_rounding: float
+    largest_by_rounding: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +166,14 @@ class Measuring:
         length = min(self.sizes.long, model.max_context_length - 1)
         text = long_text(model.probes.base, length)
         ours = await self._in_trainer(engines.trainer.logprobs, None, text)
+        nudged = await self._in_trainer(partial(engines.trainer.logprobs, nudge=1), None, text)
         theirs = await sampler_logprobs(engines.sampler, None, [text], model.replicas)
         apart = max((np.abs(ours - each) for each in theirs), key=lambda each: float(np.nan_to_num(each).mean()))
         marks = [mark for mark in (model.scaled, engines.sliding_window) if mark is not None]
         return [
-            PartOfText(start, stop, float(apart[start - 1 : stop - 1].mean()), float(apart[start - 1 : stop - 1].max()))
+            PartOfText(
+                start, stop, *_mean_and_largest(apart, start, stop), *_mean_and_largest(ours - nudged, start, stop)
+            )
             for start, stop in parts(length, marks)
         ]
 
@@ -268,6 +279,12 @@ class Measuring:
 
     async def _in_trainer(self, function: Callable[..., T], *args: object) -> T:
         return await self.model.scheduler.call(function, *args)
+
+
+def _mean_and_largest(differences: npt.NDArray[np.float32], start: int, stop: int) -> tuple[float, float]:
+    """At positions [start, stop) of `differences`, which begin with position 1."""
+    part = np.abs(differences[start - 1 : stop - 1])
+    return float(part.mean()), float(part.max())
 
 
 def _flags(targets: Sequence[str]) -> Mapping[str, bool]:

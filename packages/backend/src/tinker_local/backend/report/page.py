@@ -48,7 +48,7 @@ class Private:
 
     def without(self, text: str) -> str:
         """`text` in one line, with a placeholder for each of them."""
+        text = _PATH.sub("<path>", _KEY.sub("<key>", text))
         for name in self._names:
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "<name>", text)
-        text = _PATH.sub("<path>", _KEY.sub("<key>", text))
         return " ".join(text.split())

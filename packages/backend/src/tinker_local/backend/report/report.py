@@ -108,7 +108,7 @@ async def _served(
     before, began = memory.now(), time.monotonic()
     async with InProcessBackend([source], options, progress=lambda _: None) as backend:
         model = backend.models.get(source.name)
-        used = {"when ready": memory.now() - before, "at the peak of the start": memory.peak - before}
+        used = {"when ready": memory.now() - before, "at the peak of the start": memory.peak() - before}
         report.sections.append(_start(model, time.monotonic() - began))
         measuring = Measuring(model, sizes)
         speeds: list[Speed] = []
@@ -132,14 +132,14 @@ async def _served(
         async def training() -> None:
             memory.reset()
             speeds.append(await measuring.training())
-            used["at the peak of training"] = memory.peak - before
+            used["at the peak of training"] = memory.peak() - before
 
         async def sampling() -> None:
             memory.reset()
             of_samples, differ = await measuring.sampling(await measuring.adapter(measuring.targets))
             speeds.extend(of_samples)
             mismatches.extend(differ)
-            used["at the peak of sampling"] = memory.peak - before
+            used["at the peak of sampling"] = memory.peak() - before
 
         parts: Mapping[str, Callable[[], Awaitable[None]]] = {
             "comparing trainer and sampler by target": by_target,
@@ -247,11 +247,14 @@ async def _by_target(report: Report, measuring: Measuring) -> Section:
 
 
 async def _by_position(measuring: Measuring) -> Section:
-    section = Section("Agreement by position", ("positions", "mean, nats", "largest, nats"))
+    columns = ("positions", "mean", "largest", "mean by rounding", "largest by rounding")
+    section = Section("Agreement by position", columns)
     for part in await measuring.by_position():
-        section.rows.append((f"{part.start:,} to {part.stop - 1:,}", _short(part.mean), _short(part.largest)))
+        numbers = (part.mean, part.largest, part.mean_by_rounding, part.largest_by_rounding)
+        section.rows.append((f"{part.start:,} to {part.stop - 1:,}", *map(_short, numbers)))
     section.notes.append(
-        "Of a text of random tokens, without an adapter. What rotary embeddings make of positions was compared at all "
+        "In nats, of a text of random tokens, without an adapter. Real weights are unsure of such tokens, and rounding "
+        "can move single ones by much. What rotary embeddings make of positions was compared at all "
         f"{measuring.model.max_context_length:,} that are served when the model started."
     )
     return section
