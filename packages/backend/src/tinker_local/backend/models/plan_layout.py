@@ -38,7 +38,7 @@ class PlannedModel:
     one_copy: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class PlannedLayout:
     """`plans`: of each GPU of `layout`, by its number. `refusal`: why one GPU has both engines although there are
     more."""

@@ -47,11 +47,12 @@ ON_CPU = Sizes(sequences=4, positions=128, samples=8, tokens=32, long=512)
 """What two cores do in some seconds with a model of 100 million parameters."""
 
 RANK = 32
+"""Of the adapter that is trained, or `--max-rank` if that is less."""
 STEPS = 3
 """Timed, after one that is not."""
 MOST_SECONDS = 90.0
 """Of all steps of one measurement: where one takes long, fewer are timed."""
-LOOKS = 0.1
+LOOKS = 0.25
 """Seconds from one look at the memory to the next."""
 
 
@@ -134,10 +135,12 @@ class Speed:
 
 @dataclass(slots=True, eq=False)
 class Measuring:
-    """Measures `model`. `targets`: the fields of `LoraConfig` that are both trained and sampled."""
+    """Measures `model`. `max_rank`: of its adapters. `targets`: the fields of `LoraConfig` that are both trained and
+    sampled."""
 
     model: ServedModel
     sizes: Sizes
+    max_rank: int
     targets: Sequence[str] = field(init=False)
     _adapters: dict[tuple[str, ...], AdapterState] = field(default_factory=dict)
 
@@ -195,14 +198,14 @@ class Measuring:
 
     async def training(self) -> Speed:
         """Steps of the trainer, forward, backward and AdamW, with an adapter of rank `RANK` on all targets."""
-        trainer, sizes = self.model.engines.trainer, self.sizes
+        trainer, sizes, rank = self.model.engines.trainer, self.sizes, min(RANK, self.max_rank)
         length = min(sizes.positions, self.model.max_context_length - 1)
         texts = [long_text(self.model.probes.base, length + 1).token_ids] * sizes.sequences
         data = [
             TrainDatum(RenderedInput(ids[:-1]), ids[1:].astype(np.int64), {"weights": np.ones(length, np.float32)})
             for ids in texts
         ]
-        lora = LoraConfig(rank=RANK, seed=0, **_flags(self.targets))
+        lora = LoraConfig(rank=rank, seed=0, **_flags(self.targets))
         await self._in_trainer(trainer.create_adapter, _ID, lora)
         try:
             seconds = [await self._timed(_step, trainer, data)]  # compiles and captures
@@ -210,7 +213,7 @@ class Measuring:
                 seconds.append(await self._timed(_step, trainer, data))
         finally:
             await self._in_trainer(trainer.remove_adapter, _ID)
-        what = f"training, {sizes.sequences} sequences of {length} tokens a step, rank {RANK}"
+        what = f"training, {sizes.sequences} sequences of {length} tokens a step, rank {rank}"
         return Speed(what, sizes.sequences * length, seconds[1:])
 
     async def sampling(self, state: AdapterState) -> tuple[list[Speed], list[Mismatch]]:

@@ -110,7 +110,7 @@ async def _served(
         model = backend.models.get(source.name)
         used = {"when ready": memory.now() - before, "at the peak of the start": memory.peak() - before}
         report.sections.append(_start(model, time.monotonic() - began))
-        measuring = Measuring(model, sizes)
+        measuring = Measuring(model, sizes, options.max_rank)
         speeds: list[Speed] = []
         mismatches: list[Mismatch] = []
         found: list[OfTrainer] = []
