@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from tinker_local.backend.report.page import Private, Section
-from tinker_local.backend.report.report import Report
+from tinker_local.backend.report.make_report import Report
 
 
 @pytest.fixture

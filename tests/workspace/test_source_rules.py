@@ -22,7 +22,12 @@ BETWEEN_OWN_PROCESSES = {
 
 OTHER_READERS = {"torch.load", "torch.save", "np.load", "numpy.load"}
 EVENT_LOOPS = {"asyncio.run", "asyncio.Runner", "asyncio.new_event_loop", "uvloop.new_event_loop"}
-BEGINNINGS = {"backend/cli/serve.py", "backend/http/server.py", "backend/process/async_child.py"}
+BEGINNINGS = {
+    "backend/cli/serve.py",
+    "backend/http/server.py",
+    "backend/process/async_child.py",
+    "backend/report/make_report.py",
+}
 """Where a process or a thread of the server begins."""
 
 

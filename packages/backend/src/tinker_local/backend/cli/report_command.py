@@ -39,7 +39,7 @@ def report(model: str, out: Path | None, **chosen: Any) -> None:
     if problems := [f"{finding.what}: {finding.text}" for finding in findings if finding.level == "problem"]:
         raise click.ClickException("\n".join(problems))
     with working("importing torch") as now:
-        from tinker_local.backend.report.report import make_report
+        from tinker_local.backend.report.make_report import make_report
 
         now("starting the engines")
         made = make_report(source, options, now)

@@ -50,7 +50,7 @@ RANK = 32
 """Of the adapter that is trained, or `--max-rank` if that is less."""
 STEPS = 3
 """Timed, after one that is not."""
-MOST_SECONDS = 90.0
+TIMED_SECONDS = 90.0
 """Of all steps of one measurement: where one takes long, fewer are timed."""
 LOOKS = 0.25
 """Seconds from one look at the memory to the next."""
@@ -209,7 +209,7 @@ class Measuring:
         await self._in_trainer(trainer.create_adapter, _ID, lora)
         try:
             seconds = [await self._timed(_step, trainer, data)]  # compiles and captures
-            while len(seconds) <= STEPS and (len(seconds) < 2 or sum(seconds) < MOST_SECONDS):
+            while len(seconds) <= STEPS and (len(seconds) < 2 or sum(seconds) < TIMED_SECONDS):
                 seconds.append(await self._timed(_step, trainer, data))
         finally:
             await self._in_trainer(trainer.remove_adapter, _ID)
@@ -244,7 +244,7 @@ class Measuring:
     ) -> "tuple[Speed, list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]]]":
         """The speed, and tokens and logprobs of the last of several requests for as many `samples` at once."""
         seconds: list[float] = []
-        while len(seconds) <= STEPS and (len(seconds) < 2 or sum(seconds) < MOST_SECONDS):
+        while len(seconds) <= STEPS and (len(seconds) < 2 or sum(seconds) < TIMED_SECONDS):
             params = SamplingParams(max_tokens=tokens, temperature=1.0, seed=len(seconds))
             start = time.monotonic()
             output = await self.model.engines.sampler.sample(SampleWork(prompt, version, params, samples))
