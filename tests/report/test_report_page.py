@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from tinker_local.backend.report.page import Private, Section
 from tinker_local.backend.report.make_report import Report
+from tinker_local.backend.report.page import Private, Section
 
 
 @pytest.fixture
