@@ -88,7 +88,7 @@ def open_image(path: Path) -> PIL.Image.Image:
         with PIL.Image.open(path) as file:
             image = as_rgb(file)
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:  # what PIL's decoders raise
-        raise ValueError(f"{path}: no image that can be read: {error}") from error
+        raise ValueError(f"{path}: no image that can be read: {error}; remove it, or repair it") from error
     if max(image.size) > WIDEST * min(image.size):
         raise ValueError(f"{path}: {image.width} x {image.height} pixels are too narrow for a vision-language model")
     return image
@@ -136,7 +136,9 @@ def read_folder(folder: Path, *, share: float, seed: int, side: int | None) -> D
     classes = sorted(train.keys() | held_out.keys())
     if len(classes) < 2:
         found = f"only {classes[0]!r}" if classes else "none"
-        raise ValueError(f"{layout}: at least two classes are needed, each a folder of images; found {found}")
+        loose = sum(file.suffix.lower() in SUFFIXES for file in folder.iterdir())
+        beside = f"; image files beside the folders: {loose}" if loose else ""
+        raise ValueError(f"{layout}: at least two classes are needed, each a folder of images; found {found}{beside}")
     for name in classes:
         counts = len(train.get(name, [])), len(held_out.get(name, []))
         if 0 in counts:

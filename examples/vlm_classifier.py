@@ -148,7 +148,7 @@ def train(
     options: argparse.Namespace,
 ) -> tuple[list[dict[str, float]], float]:
     """Fine-tune on the training images; returns the lines of metrics.jsonl, and images per second."""
-    steps = math.ceil(options.epochs * math.ceil(len(dataset.train) / options.batch_size))
+    steps = options.steps or math.ceil(options.epochs * math.ceil(len(dataset.train) / options.batch_size))
     eval_every = options.eval_every or max(1, steps // 10)
     data = batches(task, dataset, options)
     batch = next(data)
@@ -337,11 +337,16 @@ def show(report: Report, dataset: Dataset, options: argparse.Namespace) -> None:
     options.console.print(f"checkpoint: {report.checkpoint}", soft_wrap=True)
     options.console.print(f"sampler version: {report.sampler}", soft_wrap=True)
     options.console.print(f"curves: {options.out / 'curves.png'}    {report.seconds:.0f} s in all")
+    if report.accuracy <= max(report.blank_accuracy, dataset.chance):
+        options.console.print(
+            "The model has not learned to look: it is right as often on blank images, or by chance. Where the curve "
+            "of the NLL still falls, train longer (--steps)."
+        )
 
 
 def prepare(options: argparse.Namespace) -> Dataset:
     """Read the images and set the options that depend on them. Raises ValueError for invalid options."""
-    for name in ("batch_size", "eval_images", "eval_every", "warmup", "side"):
+    for name in ("batch_size", "eval_images", "eval_every", "warmup", "side", "steps"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     if options.epochs <= 0 or not 0 < options.held_out < 1:
@@ -395,6 +400,7 @@ def main() -> int:
     parser.add_argument("--clip", type=float, default=0.0, help="maximum gradient norm; 0 turns clipping off")
     parser.add_argument("--batch-size", type=int, default=50)
     parser.add_argument("--epochs", type=float, default=1.0)
+    parser.add_argument("--steps", type=int, help="in place of --epochs, which means few steps where images are few")
     parser.add_argument("--eval-every", type=int, help="steps between points of the curves; default: a tenth of all")
     parser.add_argument(
         "--eval-images",
@@ -424,7 +430,7 @@ def main() -> int:
     show(report, dataset, options)
     (options.out / "report.json").write_text(json.dumps(asdict(report), indent=1))
     picture = min((options.out / "held_out").iterdir())
-    paths = {"STATE": report.checkpoint, "SAMPLER": report.sampler, "PICTURE": str(picture)}
+    paths = {"STATE": report.checkpoint, "SAMPLER": report.sampler, "PICTURE": str(picture.resolve())}
     (options.out / "paths.sh").write_text("".join(f"{name}={shlex.quote(path)}\n" for name, path in paths.items()))
     if report.accuracy < NOTHING:
         print(RANDOM, file=sys.stderr)

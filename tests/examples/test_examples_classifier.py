@@ -1,5 +1,6 @@
 """The vision-language classifier: on digits and on folders of images, its curves, and what it says of wrong folders."""
 
+import argparse
 import importlib
 import json
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 COLOURS = {"red": (220, 30, 30), "green": (30, 180, 40), "blue": (40, 60, 220)}
@@ -97,16 +99,38 @@ def test_classifier_of_digits_runs_and_keeps_its_curves(real_server: Any, tmp_pa
 @pytest.mark.more
 def test_classifier_learns_a_folder_of_images_per_class(real_server: Any, tmp_path: Path) -> None:
     folder = write_colours(tmp_path / "colours", 20)
-    settings = ["--epochs", "10", "--batch-size", "16", "--learning-rate", "5e-3", "--clip", "1", "--side", "64"]
+    settings = ["--steps", "30", "--batch-size", "16", "--learning-rate", "5e-3", "--clip", "1", "--side", "64"]
     report, metrics = run(
         real_server, tmp_path / "out", "--data", str(folder), *settings, "--question", "Which of {classes}?"
     )
+    assert metrics[-1]["step"] == 30
     assert report["accuracy"] >= 0.9
     assert report["blank_accuracy"] <= 0.5  # a black image has none of these colours
     assert report["chance"] == pytest.approx(1 / 3)
     first, last = metrics[0], metrics[-1]
     assert last["validation_accuracy"] == report["accuracy"]  # twelve images: the curve is made of all
     assert last["validation_nll"] < 0.5 < first["validation_nll"]
+
+
+@pytest.mark.parametrize(("accuracy", "blank", "told"), [(0.25, 0.25, True), (0.3, 0.4, True), (0.9, 0.3, False)])
+def test_a_model_that_has_not_learned_to_look_is_said(
+    accuracy: float, blank: float, told: bool, image_folders: Any, tmp_path: Path
+) -> None:
+    classifier = importlib.import_module("vlm_classifier")
+    dataset = image_folders.read_folder(write_colours(tmp_path, 5), share=0.2, seed=0, side=None)
+    shown = Console(record=True, width=100)
+    options = argparse.Namespace(model="m", out=tmp_path, console=shown)
+    numbers = {
+        "base_accuracy": 0,
+        "base_nll": 1,
+        "nll": 1,
+        "train_images_per_second": 1,
+        "sampled_images_per_second": 1,
+    }
+    paths = {"seconds": 1, "checkpoint": "", "sampler": ""}
+    report = classifier.Report(accuracy=accuracy, blank_accuracy=blank, chance=dataset.chance, **numbers, **paths)
+    classifier.show(report, dataset, options)
+    assert ("has not learned to look" in shown.export_text()) is told
 
 
 def test_classifier_says_what_is_wrong_with_a_folder_before_it_asks_a_server(tmp_path: Path) -> None:
@@ -193,7 +217,10 @@ def test_a_wrong_folder_is_refused_with_what_is_wrong(image_folders: Any, tmp_pa
         return str(error.value)
 
     assert refusal(tmp_path / "none") == f"{tmp_path / 'none'}: no such folder"
-    assert "at least two classes are needed, each a folder of images; found none" in refusal(tmp_path)
+    assert refusal(tmp_path).endswith("at least two classes are needed, each a folder of images; found none")
+    write_image(tmp_path / "loose.png", COLOURS["red"])
+    assert refusal(tmp_path).endswith("found none; image files beside the folders: 1")
+    (tmp_path / "loose.png").unlink()
     write_image(tmp_path / "red" / "0.png", COLOURS["red"])
     assert "found only 'red'" in refusal(tmp_path)
     for index in range(4):

@@ -56,12 +56,22 @@ def test_pictures_stay_in_the_conversation_until_reset_on_fakes(loopback_server:
     assert replies(chat(loopback_server, lines, "--system", "be")) == [option, option, plain]
 
 
+def test_a_picture_in_another_format_than_the_servers_is_sent_as_one_on_fakes(
+    loopback_server: LoopbackServer, picture: Path, tmp_path: Path
+) -> None:
+    answer = replies(chat(loopback_server, "hi\n", "--image", str(picture)))
+    for suffix in ("webp", "bmp", "gif"):
+        other = tmp_path / f"red.{suffix}"
+        Image.open(picture).save(other, **({"lossless": True} if suffix == "webp" else {}))
+        assert replies(chat(loopback_server, "hi\n", "--image", str(other))) == answer
+
+
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
         ("/image nothing.png\n", "nothing.png: No such file"),
         ("/image\n", "the file is missing"),
-        (f"/image {__file__}\n", "neither a PNG nor a JPEG"),
+        (f"/image {__file__}\n", "no picture that can be read"),
         ("/text\n", "the text is missing"),
         ("/send\n", "there is nothing to send"),
         ("/what\n", "/what is not a command"),

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import numpy as np
 import pytest
 import tinker
@@ -221,6 +222,8 @@ def test_log_metrics_and_status_work_on_a_running_server_on_fakes(fake_server: S
     assert checked.exit_code == 0
     assert "trainer and sampler have a copy each" in checked.output
     assert run.model_id in CliRunner().invoke(main, ["status", "--base-url", fake_server.url]).output
+    lost = httpx.post(f"{fake_server.url}/chat/completions", json={})
+    assert (lost.status_code, "but /v1/chat/completions" in lost.text) == (404, True)
     with pytest.raises(tinker.NotFoundError, match="leave out /v1 of the base_url"):
         tinker.ServiceClient(base_url=f"{fake_server.url}/v1").create_lora_training_client(
             "fake/bigram", rank=4

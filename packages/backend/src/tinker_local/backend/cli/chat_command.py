@@ -57,10 +57,8 @@ class Chat:
             data = file.read_bytes()
         except OSError as error:
             raise click.ClickException(f"{file}: {error.strerror}") from None
-        if image_format(data) is None:
-            raise click.ClickException(f"{file}: neither a PNG nor a JPEG file")
-        if self._layout.side is not None:
-            data = shrunk(file, data, self._layout.side)
+        if self._layout.side is not None or image_format(data) is None:
+            data = as_sent(file, data, self._layout.side)
         url = f"data:image/{image_format(data)};base64,{base64.b64encode(data).decode()}"
         self._parts.append({"type": "image_url", "image_url": {"url": url}})
 
@@ -110,25 +108,26 @@ def in_order(parts: list[dict[str, Any]], order: "PromptOrder | None") -> list[d
     return sorted(parts, key=lambda part: (part["type"] == "text") == (order == "picture-first"))
 
 
-def shrunk(file: Path, data: bytes, side: int) -> bytes:
-    """A picture's file, or one of at most `side` pixels a side, as examples/image_folders.py shrinks its pictures. It
-    says so."""
+def as_sent(file: Path, data: bytes, side: int | None) -> bytes:
+    """A picture's file, or a PNG of it where the server does not take its format, or where it is larger than `side`
+    pixels a side: then it is shrunk as by examples/image_folders.py, and that is said."""
     from PIL import Image
-    from tinker_local.types import as_rgb
+    from tinker_local.types import as_rgb, image_format
 
     try:
         picture = as_rgb(Image.open(io.BytesIO(data)))
     except Exception as error:  # PIL documents no closed set
         raise click.ClickException(f"{file}: no picture that can be read: {error}") from None
     width, height = picture.size
-    if max(width, height) <= side:
+    if side is not None and max(width, height) > side:
+        picture.thumbnail((side, side))
+        sent = f"{picture.width} x {picture.height} pixels instead of {width} x {height}"
+        click.echo(f"{file}: sent as {sent}; --side 0 sends it as it is", err=True)
+    elif image_format(data) is not None:
         return data
-    picture.thumbnail((side, side))
-    sent = f"{picture.width} x {picture.height} pixels instead of {width} x {height}"
-    click.echo(f"{file}: sent as {sent}; --side 0 sends it as it is", err=True)
-    smaller = io.BytesIO()
-    picture.save(smaller, "PNG")
-    return smaller.getvalue()
+    written = io.BytesIO()
+    picture.save(written, "PNG")
+    return written.getvalue()
 
 
 @click.command()

@@ -272,7 +272,8 @@ def _serve(
         listening = bind(host, port)
     except OSError as error:
         what = f"--host {host}" if isinstance(error, socket.gaierror) else f"--port {port} on {host}"
-        raise click.UsageError(f"{what}: {error.strerror}") from None
+        way_out = "" if isinstance(error, socket.gaierror) else "; --port 0 takes a free one"
+        raise click.UsageError(f"{what}: {error.strerror}{way_out}") from None
     backend = InProcessBackend(models, options, load=load_fake if fake else None, progress=NOTICES.info)
     notices = Notices(backend)
 

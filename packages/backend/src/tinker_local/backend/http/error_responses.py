@@ -88,6 +88,10 @@ def _reason(item: Mapping[str, Any]) -> str:
     return f"{field}: {reason}" if item["type"] == "missing" else f"{field}: {reason}, not {item['input']!r}"
 
 
+OF_OPENAI_BELOW_V1 = ("/chat/completions", "/completions", "/models")
+"""What OpenAI's clients ask for without `/v1` in their base_url."""
+
+
 def install(app: FastAPI) -> None:
     """Let every error of `app` become JSON with a `detail`."""
 
@@ -103,6 +107,8 @@ def install(app: FastAPI) -> None:
             detail = f"there is no {request.method} {path} on this server"
             if end := end_of_openai(path.rpartition("/api/v1/")[0]):
                 detail += f"; leave out {end} of the base_url"
+            elif path in OF_OPENAI_BELOW_V1:
+                detail += f", but /v1{path}: clients of OpenAI take a base_url that ends with /v1"
         return plain(detail, error.status_code, request.url.path, error.headers)
 
     @app.exception_handler(RequestValidationError)
