@@ -224,6 +224,7 @@ def test_log_metrics_and_status_work_on_a_running_server_on_fakes(fake_server: S
     assert run.model_id in CliRunner().invoke(main, ["status", "--base-url", fake_server.url]).output
     lost = httpx.post(f"{fake_server.url}/chat/completions", json={})
     assert (lost.status_code, "but /v1/chat/completions" in lost.text) == (404, True)
+    assert "leave out one /v1" in httpx.get(f"{fake_server.url}/v1/v1/models").text
     with pytest.raises(tinker.NotFoundError, match="leave out /v1 of the base_url"):
         tinker.ServiceClient(base_url=f"{fake_server.url}/v1").create_lora_training_client(
             "fake/bigram", rank=4

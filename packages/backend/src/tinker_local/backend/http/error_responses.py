@@ -107,6 +107,8 @@ def install(app: FastAPI) -> None:
             detail = f"there is no {request.method} {path} on this server"
             if end := end_of_openai(path.rpartition("/api/v1/")[0]):
                 detail += f"; leave out {end} of the base_url"
+            elif path.startswith("/v1/v1/"):
+                detail += "; leave out one /v1 of the base_url"
             elif path in OF_OPENAI_BELOW_V1:
                 detail += f", but /v1{path}: clients of OpenAI take a base_url that ends with /v1"
         return plain(detail, error.status_code, request.url.path, error.headers)
