@@ -324,7 +324,7 @@ def _gradients(path: str, dtype: DType, ours: OfTrainer, progress: Progress) -> 
         f"adapter of rank {lora.rank}: the norm of the difference of all gradients of a kind by the norm of the second."
     )
     if not lora.train_mlp:
-        section.notes.append("Adapters of experts, and of the MLP beside them, are not among them.")
+        section.notes.append("Without adapters of the MLP: transformers has no modules for those of experts.")
     return section
 
 
