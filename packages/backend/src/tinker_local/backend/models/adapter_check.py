@@ -29,9 +29,8 @@ def adapter_on(
 ) -> tuple[AdapterState, list[npt.NDArray[np.float32]], float]:
     """An adapter of rank 1 with random B on all modules of `targets`, as a version of `dtype`, with `trainer_draws` of
     `probes` under it, and by how many nats its logprobs differ from the base model's on average."""
-    flags = {target: target in targets for target in (*TARGETS, "train_vision")}
     base = trainer.logprobs(None, *probes)
-    trainer.create_adapter(_ID, LoraConfig(rank=1, seed=0, **flags))
+    trainer.create_adapter(_ID, LoraConfig(rank=1, seed=0, **flags_of(targets)))
     try:
         state = with_random_b(trainer.capture(_ID, optimizer=False))
         while True:
@@ -45,6 +44,16 @@ def adapter_on(
         return trainer.capture(_ID, optimizer=False, dtype=dtype), draws, effect
     finally:
         trainer.remove_adapter(_ID)
+
+
+def flags_of(targets: Sequence[str]) -> dict[str, bool]:
+    """The fields of `LoraConfig` that say what is trained, of which `targets` are on."""
+    return {target: target in targets for target in (*TARGETS, "train_vision")}
+
+
+def whole(state: AdapterState) -> AdapterState:
+    """`state` with its weights in float32, as a trainer loads them."""
+    return replace(state, tensors={name: in_float32(matrix) for name, matrix in state.tensors.items()})
 
 
 def _halved(state: AdapterState) -> AdapterState:
@@ -63,8 +72,7 @@ def explained_by_rounding(state: AdapterState, trainer: Trainer, probes: Sequenc
 
     Training makes some tokens very unlikely. Of a logprob of -17, 8 bits leave tenths.
     """
-    whole = {name: in_float32(matrix) for name, matrix in state.tensors.items()}
-    trainer.load_adapter(_ID, replace(state, tensors=whole))
+    trainer.load_adapter(_ID, whole(state))
     try:
         draws = trainer_draws(trainer, _ID, probes)
     finally:

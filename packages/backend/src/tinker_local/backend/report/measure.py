@@ -4,8 +4,8 @@ import asyncio
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -13,9 +13,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.adapters.adapter import AdapterState, AdapterVersion
-from tinker_local.backend.adapters.adapter_tensors import in_float32
 from tinker_local.backend.heap import memory_of_gpus, memory_of_processes
-from tinker_local.backend.models.adapter_check import TARGETS, adapter_on
+from tinker_local.backend.models.adapter_check import TARGETS, adapter_on, flags_of, whole
 from tinker_local.backend.models.agreement import Comparison, sampler_logprobs
 from tinker_local.backend.models.positions import long_text, parts
 from tinker_local.backend.models.served_models import ServedModel
@@ -205,11 +204,11 @@ class Measuring:
             TrainDatum(RenderedInput(ids[:-1]), ids[1:].astype(np.int64), {"weights": np.ones(length, np.float32)})
             for ids in texts
         ]
-        lora = LoraConfig(rank=rank, seed=0, **_flags(self.targets))
+        lora = LoraConfig(rank=rank, seed=0, **flags_of(self.targets))
         await self._in_trainer(trainer.create_adapter, _ID, lora)
         try:
             seconds = [await self._timed(_step, trainer, data)]  # compiles and captures
-            while len(seconds) <= STEPS and (len(seconds) < 2 or sum(seconds) < TIMED_SECONDS):
+            while _go_on(seconds):
                 seconds.append(await self._timed(_step, trainer, data))
         finally:
             await self._in_trainer(trainer.remove_adapter, _ID)
@@ -244,7 +243,7 @@ class Measuring:
     ) -> "tuple[Speed, list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]]]":
         """The speed, and tokens and logprobs of the last of several requests for as many `samples` at once."""
         seconds: list[float] = []
-        while len(seconds) <= STEPS and (len(seconds) < 2 or sum(seconds) < TIMED_SECONDS):
+        while _go_on(seconds):
             params = SamplingParams(max_tokens=tokens, temperature=1.0, seed=len(seconds))
             start = time.monotonic()
             output = await self.model.engines.sampler.sample(SampleWork(prompt, version, params, samples))
@@ -262,12 +261,12 @@ class Measuring:
         samples: "Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]]",
     ) -> Mismatch:
         trainer = self.model.engines.trainer
-        await self._in_trainer(trainer.load_adapter, _ID, _in_float32(state))
+        await self._in_trainer(trainer.load_adapter, _ID, whole(state))
         apart = []
         try:
             for tokens, logprobs in samples:
-                whole = RenderedInput(np.concatenate([prompt.token_ids, tokens]), prompt.images)
-                ours = await self._in_trainer(trainer.logprobs, _ID, whole)
+                read = RenderedInput(np.concatenate([prompt.token_ids, tokens]), prompt.images)
+                ours = await self._in_trainer(trainer.logprobs, _ID, read)
                 apart.append(logprobs - ours[prompt.length - 1 :])
         finally:
             await self._in_trainer(trainer.remove_adapter, _ID)
@@ -290,12 +289,9 @@ def _mean_and_largest(differences: npt.NDArray[np.float32], start: int, stop: in
     return float(part.mean()), float(part.max())
 
 
-def _flags(targets: Sequence[str]) -> Mapping[str, bool]:
-    return {target: target in targets for target in (*TARGETS, "train_vision")}
-
-
-def _in_float32(state: AdapterState) -> AdapterState:
-    return replace(state, tensors={name: in_float32(matrix) for name, matrix in state.tensors.items()})
+def _go_on(seconds: Sequence[float]) -> bool:
+    """Whether another step is timed, after steps of so many `seconds`, the first of which does not count."""
+    return len(seconds) <= STEPS and (len(seconds) < 2 or sum(seconds) < TIMED_SECONDS)
 
 
 def _step(trainer: Trainer, data: Sequence[TrainDatum]) -> None:
@@ -313,7 +309,7 @@ def _loss(trainer: Trainer, data: Sequence[TrainDatum]) -> TrainResult:
 def _gradients(trainer: Trainer, state: AdapterState, data: Sequence[TrainDatum]) -> Computed:
     """By the contract of a trainer alone, so of one in other processes, too: AdamW's first moment after one step with
     beta1 = 0 is the gradient."""
-    trainer.load_adapter(_ID, _in_float32(state))
+    trainer.load_adapter(_ID, whole(state))
     try:
         result = _loss(trainer, data)
         trainer.optim_step(_ID, AdamParams(learning_rate=0.0, beta1=0.0))
