@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import mosaic
-from harness.scale import FULL, TextShape, VisionShape
+from harness.scale import FULL, TEXT_32B, TextShape, VisionShape
 
 _VISION_24 = VisionShape(24, 1024, 4096, 16, (5, 11, 17))
 SHAPES: dict[str, tuple[TextShape, VisionShape | None]] = {
@@ -19,6 +19,7 @@ SHAPES: dict[str, tuple[TextShape, VisionShape | None]] = {
     "4b-vl": (TextShape(2560, 9728, 36, 32, 8, 128, 151936, 8192), _VISION_24),
     "8b": (FULL.text, None),
     "8b-vl": (FULL.text, FULL.vision),
+    "32b": (TEXT_32B, None),
 }
 
 
