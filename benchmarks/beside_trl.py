@@ -56,6 +56,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only", default="", metavar="NAME,…", help=f"tasks, or jobs of {', '.join(job.name for job in beside.JOBS)}"
     )
+    parser.add_argument("--seeds", type=int, default=2, help="of each side and task; --only grpo --seeds 10")
     parser.add_argument("--steps", type=int, help="instead of each task's own")
     parser.add_argument(
         "--work",
@@ -69,7 +70,7 @@ def arguments() -> argparse.Namespace:
     if options.tiny == (options.model is not None):
         parser.error("either --model or --tiny")
     try:
-        options.chosen = beside.chosen(options.only.split(",") if options.only else [])
+        options.chosen = beside.chosen(options.only.split(",") if options.only else [], options.seeds)
     except ValueError as error:
         parser.error(f"--only {error}")
     return options

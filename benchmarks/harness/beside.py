@@ -56,11 +56,19 @@ JOBS = (
 """In their order: a run of TRL comes before those that begin with its adapter, and ours of a task share a server."""
 
 
-def chosen(names: Sequence[str]) -> list[Job]:
-    """The jobs with these names, or of these tasks; all without a name. Raises ValueError for an unknown one."""
-    if unknown := set(names) - {job.name for job in JOBS} - set(TASKS):
+def place(job: Job) -> tuple[bool, bool, int]:
+    """Its place among all jobs, which keeps the order of `JOBS` and puts further seeds of a side after them."""
+    return job.task != "sft", job.side != "trl", JOBS.index(job) if job in JOBS else len(JOBS) + job.seed
+
+
+def chosen(names: Sequence[str], seeds: int = 2) -> list[Job]:
+    """The jobs with these names, or of these tasks, with so many seeds of each side; all without a name. Raises
+    ValueError for an unknown one."""
+    further = [Job(task, side, seed) for task in TASKS for side in ("trl", "ours") for seed in range(2, seeds)]
+    jobs = sorted([*JOBS, *further], key=place)
+    if unknown := set(names) - {job.name for job in jobs} - set(TASKS):
         raise ValueError(f"{', '.join(sorted(unknown))}: no such job")
-    return [job for job in JOBS if not names or job.name in names or job.task in names]
+    return [job for job in jobs if not names or job.name in names or job.task in names]
 
 
 COMMON = {
@@ -189,8 +197,7 @@ def cost_table(rows: Sequence[Row]) -> list[str]:
     on_gpu = any(row.get("device_gib") for row in rows)
     widths |= {"others": 8} | ({"GPU, GiB": 10} if on_gpu else {})
     lines = [f"{'job':<24}" + "".join(f"{name:>{width}}" for name, width in widths.items())]
-    order = {job: place for place, job in enumerate(JOBS)}
-    for row in sorted(rows, key=lambda row: order[Job(*row["job"])]):
+    for row in sorted(rows, key=lambda row: place(Job(*row["job"]))):
         seconds = curve(row, "s")
         server = f"{row['server_s']:.1f}" if row.get("server_s") else "-"
         device = f"{row['device_gib']:10.2f}" if row.get("device_gib") else ""
@@ -246,12 +253,30 @@ def grpo_report(rows: Sequence[Row]) -> list[str]:
             held_out = f"held out {before['right']} -> {after['right']} of {after['of']}"
             first, last = statistics.fmean(rewards[:3]), statistics.fmean(rewards[-3:])
             lines.append(f"  {name:<13} seed {seed}   steps 1-3 {first:.3f}   last 3 {last:.3f}   {held_out}")
+    if min(len(trl), len(ours)) > 2:
+        lines += held_out_lines(trl, ours)
     lines.append("  mean over the steps of the absolute difference of rewards:")
     lines += pair_lines(trl, ours, "reward", 3)
     for row in found(rows, "grpo", "ours", "replay"):
         lines.append("  trained on TRL's samples of seed 0, from its first adapter:")
         lines.append(f"    norm of the gradient, relative: {_relative(row, trl[0])}")
     return lines
+
+
+def held_out_lines(trl: Sequence[Row], ours: Sequence[Row]) -> list[str]:
+    """How many held-out answers are right after the training, by side, and the 95 % interval of the difference of the
+    means by Welch's t."""
+    from scipy import stats  # type: ignore[import-untyped]
+
+    right = [[row["held_out"][1]["right"] for row in group] for group in (trl, ours)]
+    lines = [
+        f"  {name:<13} held out after, {len(values)} seeds: mean {statistics.fmean(values):.1f}, "
+        f"standard deviation {statistics.stdev(values):.1f}"
+        for name, values in zip(("TRL", "tinker-local"), right, strict=True)
+    ]
+    low, high = stats.ttest_ind(right[1], right[0], equal_var=False).confidence_interval(0.95)
+    difference = statistics.fmean(right[1]) - statistics.fmean(right[0])
+    return [*lines, f"  tinker-local less TRL: {difference:+.1f}, 95 % between {low:+.1f} and {high:+.1f}"]
 
 
 def text(rows: Sequence[Row], head: Sequence[str]) -> str:

@@ -115,6 +115,28 @@ def test_jobs_are_chosen_by_task_or_name_in_their_order() -> None:
         beside.chosen(["sft.mine"])
 
 
+def test_further_seeds_come_after_those_of_their_side() -> None:
+    from harness import beside
+
+    names = [job.name for job in beside.chosen(["grpo"], seeds=4)]
+    assert names[:4] == ["grpo.trl.0", "grpo.trl.1", "grpo.trl.2", "grpo.trl.3"]
+    assert names[4:] == ["grpo.ours.0", "grpo.ours.1", "grpo.ours.0.replay", "grpo.ours.2", "grpo.ours.3"]
+
+
+def test_held_out_answers_of_several_seeds_have_an_interval() -> None:
+    from harness import beside
+
+    rows = []
+    for side, found in (("trl", (30, 36, 33)), ("ours", (28, 40, 37))):
+        for seed, right in enumerate(found):
+            made = row("grpo", side, seed, reward=[0.1, 0.2, 0.3])
+            rows.append(made | {"held_out": [{"right": 10, "of": 100}, {"right": right, "of": 100}]})
+    text = beside.text(rows, [])
+    assert "TRL           held out after, 3 seeds: mean 33.0, standard deviation 3.0\n" in text
+    # Welch: 2 +- 3.0 degrees of freedom, t = 3.2, standard error sqrt(9 / 3 + 39 / 3) = 4
+    assert "tinker-local less TRL: +2.0, 95 % between -11.0 and +15.0\n" in text
+
+
 def test_a_run_that_begins_with_trls_adapter_comes_after_that_run() -> None:
     from harness import beside
 
