@@ -1,11 +1,12 @@
-"""Seeds: reproducible, any integer, and neighbouring ones share nothing."""
+"""Seeds: reproducible, any integer; neighbouring ones share nothing, nor do prompts with the same one."""
 
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
+from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
 from tinker_local.backend.sampling.sampler import SampleWork
-from tinker_local.backend.vllm_engine.engine_inputs import sample_seed
 from tinker_local.types import SamplingParams
 
 PROMPT = list(range(30, 45))
@@ -25,9 +26,9 @@ async def test_a_seed_repeats_whatever_runs_beside_it(text: Any) -> None:
 
 @pytest.mark.mutation(
     "neighbouring-seeds-share",
-    "sample_seed",
-    'return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1',
-    "return (seed + index) % 2**63",
+    "SampleWork.seeds",
+    "return [_63_bits(hashed, self.first_sample + index) for index in range(self.num_samples)]",
+    "return [(self.params.seed + self.first_sample + index) % 2**63 for index in range(self.num_samples)]",
 )
 async def test_samples_of_one_seed_and_of_neighbouring_seeds_are_all_different(text: Any) -> None:
     """vLLM itself would give sample i of seed s what it gives sample 0 of seed s + i."""
@@ -49,10 +50,46 @@ async def test_any_integer_is_a_seed(text: Any, seed: int) -> None:
     assert await draw(text, seed, 2) == await draw(text, seed, 2)
 
 
+def work(seed: int, prompt: RenderedInput, **given: int) -> SampleWork:
+    return SampleWork(prompt, None, SamplingParams(max_tokens=1, seed=seed), **given)
+
+
 def test_seeds_are_63_bits_and_distinct() -> None:
-    seeds = {sample_seed(seed, index) for seed in range(-50, 50) for index in range(50)}
+    text = RenderedInput(np.arange(15, dtype=np.int32))
+    seeds = {each for seed in range(-50, 50) for each in work(seed, text, num_samples=50).seeds() or []}
     assert len(seeds) == 5000
     assert all(0 <= seed < 2**63 for seed in seeds)
+    assert work(7, text, num_samples=3).seeds() == [
+        *(work(7, text).seeds() or []),
+        *(work(7, text, first_sample=1, num_samples=2).seeds() or []),
+    ]
+
+
+def test_prompts_with_one_seed_have_random_numbers_of_their_own() -> None:
+    ids = np.arange(15, dtype=np.int32)
+    images = [RenderedImage(name, 4, np.zeros((4, 3), np.float32), (1, 2, 2)) for name in ("one", "other")]
+    prompts = [RenderedInput(ids), RenderedInput(ids[::-1].copy())]
+    prompts += [RenderedInput(ids, (ImagePlacement(offset, image),)) for image in images for offset in (1, 2)]
+    assert len({each for prompt in prompts for each in work(7, prompt, num_samples=8).seeds() or []}) == 6 * 8
+
+
+@pytest.mark.mutation(
+    "prompts-share-random-numbers",
+    "SampleWork.seeds",
+    " + self.prompt.token_ids.tobytes()",
+    "",
+)
+async def test_prompts_that_end_alike_do_not_draw_alike(text: Any) -> None:
+    """At a temperature so high that all tokens are as likely, what is drawn shows the random numbers alone."""
+
+    async def drawn(first: int) -> tuple[int, ...]:
+        params = SamplingParams(max_tokens=12, seed=7, temperature=1e4, stop=())
+        output = await text.sampler.sample(SampleWork(text.prompt([first, *PROMPT]), None, params))
+        return tuple(output.sequences[0].tokens.tolist())
+
+    several = [await drawn(first) for first in range(100, 108)]
+    assert all(len(set(tokens)) > 1 for tokens in zip(*several, strict=True))
+    assert await drawn(100) == several[0]
 
 
 async def test_a_seeded_prompt_that_takes_several_steps_draws_the_same(vl: Any) -> None:

@@ -1,9 +1,7 @@
 """`FakeSampler`: samples from the bigram model and immutable versions of adapters on it."""
 
 import asyncio
-import hashlib
 import json
-import secrets
 import socket
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -230,12 +228,8 @@ class FakeSampler:
         self._tower.encode(prompt)
         features = self._model.features(prompt)
         sequences = [
-            _Sequence(
-                np.random.default_rng(_mixed_seed(params.seed, work.first_sample + index)),
-                int(features.tokens[-1]),
-                work.topk_sample_logprobs,
-            )
-            for index in range(work.num_samples)
+            _Sequence(np.random.default_rng(seed), int(features.tokens[-1]), work.topk_sample_logprobs)
+            for seed in work.seeds() or [None] * work.num_samples
         ]
         numbers = {id(sequence): work.first_sample + index for index, sequence in enumerate(sequences)}
         budget = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -387,13 +381,6 @@ def choose(log_p_nv: Float64Array, params: SamplingParams, sequences: Sequence[_
     # The product may round up to the last sum.
     drawn = np.minimum(drawn, kept.sum(axis=1) - 1)
     return [int(row[place]) for row, place in zip(order, drawn, strict=True)]
-
-
-def _mixed_seed(seed: int | None, index: int) -> int:
-    """63 bits hashed from seed and index, so that neighbouring seeds share no samples; random without a seed."""
-    if seed is None:
-        return secrets.randbits(63)
-    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1
 
 
 def _stop_rule(params: SamplingParams) -> Callable[[list[int]], bool]:

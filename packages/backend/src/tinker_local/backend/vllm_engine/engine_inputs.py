@@ -1,7 +1,6 @@
 """Translates requests into vLLM's, and its outputs into ours."""
 
 import copy
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,12 +50,6 @@ def with_own_features(prompt: Any, version: str) -> Any:
     return prompt | {"mm_hashes": hashes}
 
 
-def sample_seed(seed: int, index: int) -> int:
-    """63 bits for sample `index` of a request. vLLM itself takes seed + index, so that neighbouring seeds would share
-    samples, and fails beyond 64 bits."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1
-
-
 def engine_params(
     work: SampleWork, limit: int, vocab_size: int, questions: PromptQuestions | None, matcher: Matcher | None = None
 ) -> tuple[Any, ...]:
@@ -70,11 +63,11 @@ def engine_params(
     check_sample_topk(work.topk_sample_logprobs, work.num_samples, budget, vocab_size)
     params = _first_params(work, budget, vocab_size)
     params.logprobs = work.topk_sample_logprobs  # besides the sampled token's
-    samples = []
+    samples, seeds = [], work.seeds()
     for index in range(work.num_samples):
         sample = copy.copy(params)
-        if work.params.seed is not None:
-            sample.seed = sample_seed(work.params.seed, work.first_sample + index)
+        if seeds is not None:
+            sample.seed = seeds[index]
         if matcher is not None:
             sample.extra_args = {SEAT: Seat(matcher, index)}
         if questions is not None and index == 0:
