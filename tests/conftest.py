@@ -100,6 +100,9 @@ TRACED = (
 TURN = "TESTS_TURN"
 """The variable with the commit by which tests take turns; empty if they do not."""
 
+MORE_IN_TURN = "MORE_IN_TURN"
+"""The variable with how many commits it takes until every test with the mark `more` has run; 1 if it is not set."""
+
 TEXT, VISION = "tiny/text", "tiny/vision"
 """Names under which tests serve the two tiny models."""
 
@@ -132,7 +135,7 @@ def commit() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Those of `LONGEST` come first, of `TRACED` last. Of a test with the mark `rotated(n)` every nth case stays, by
-    the commit."""
+    the commit, and so of all with the mark `more` if `MORE_IN_TURN` is n."""
     places = {name: place for place, name in enumerate(LONGEST)} | {"traced": len(LONGEST) + 1}
     items.sort(key=lambda item: places.get(scope(item.nodeid), len(LONGEST)))
     if not os.environ[TURN]:
@@ -140,14 +143,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases: defaultdict[str, int] = defaultdict(int)
     resting = []
     for item in items:
-        if mark := item.get_closest_marker("rotated"):
-            test = item.nodeid.partition("[")[0]
-            place = crc32(test.encode()) + cases[test] + int(os.environ[TURN], 16)
-            cases[test] += 1
-            if place % mark.args[0]:
-                resting.append(item)
+        every = turns(item)
+        test = item.nodeid.partition("[")[0]
+        place = crc32(test.encode()) + cases[test] + int(os.environ[TURN], 16)
+        cases[test] += 1
+        if place % every:
+            resting.append(item)
     config.hook.pytest_deselected(items=resting)
     items[:] = [item for item in items if item not in resting]
+
+
+def turns(item: pytest.Item) -> int:
+    """At one of how many commits it runs."""
+    mark = item.get_closest_marker("rotated")
+    own = mark.args[0] if mark else 1
+    return max(own, int(os.environ.get(MORE_IN_TURN, "1"))) if item.get_closest_marker("more") else own
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,4 @@
-"""Tests with the mark `rotated` take turns by the commit, and each has its turn."""
+"""Tests with the mark `rotated`, and in CI those with `more`, take turns by the commit, and each has its turn."""
 
 import os
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ import pytest
 from tests import conftest
 
 
-def left(nodes: Sequence[str], every: int) -> list[str]:
-    """Which of these cases, with `rotated(every)`, stay of the suite; one more has no mark."""
-    mark = SimpleNamespace(args=(every,))
-    items: list[Any] = [SimpleNamespace(nodeid=node, get_closest_marker=lambda _: mark) for node in nodes]
+def left(nodes: Sequence[str], **marks: int) -> list[str]:
+    """Which of these cases stay of the suite, whose test has `marks` with their argument; one more has no mark."""
+    marked = {name: SimpleNamespace(args=(argument,)) for name, argument in marks.items()}
+    items: list[Any] = [SimpleNamespace(nodeid=node, get_closest_marker=marked.get) for node in nodes]
     items.append(SimpleNamespace(nodeid="tests/other.py::test_other", get_closest_marker=lambda _: None))
     config: Any = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None))
     conftest.pytest_collection_modifyitems(config, items)
@@ -30,8 +30,25 @@ def test_every_case_has_its_turn_and_no_commit_has_many(
     seen = []
     for commit in range(every):
         monkeypatch.setenv(conftest.TURN, hex(commit + 0xABC0000))
-        found = left(nodes, every)
+        found = left(nodes, rotated=every)
         assert cases // every <= len(found) <= -(-cases // every)
+        seen += found
+    assert sorted(seen) == sorted(nodes)
+
+
+def test_all_that_start_processes_have_their_turn_where_they_are_asked_to_take_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(conftest.TURN, "0")
+    nodes = [f"tests/a.py::test_{number}" for number in range(60)]
+    assert left(nodes, more=0) == nodes
+    monkeypatch.setenv(conftest.MORE_IN_TURN, "3")
+    seen = []
+    for commit in range(3):
+        monkeypatch.setenv(conftest.TURN, hex(commit))
+        found = left(nodes, more=0)
+        assert 8 < len(found) < 32
+        assert found == left(nodes, more=0, rotated=2)
         seen += found
     assert sorted(seen) == sorted(nodes)
 
@@ -63,4 +80,4 @@ def test_only_the_whole_suite_takes_turns(
 
 def test_without_a_turn_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(conftest.TURN, "")
-    assert len(left([f"tests/a.py::test_a[{case}]" for case in range(6)], 6)) == 6
+    assert len(left([f"tests/a.py::test_a[{case}]" for case in range(6)], rotated=6)) == 6
