@@ -25,7 +25,7 @@ def control_tokens(tokenizer: Any, template: str | None = None) -> frozenset[str
     """The special tokens, and the added ones that look like marks and are either mentioned in the chat template or
     missing in the vocabulary that was learnt: `<tool_response>`, `<think>` and `<|fim_prefix|>` of Qwen3.
 
-    Gemma's `<table>`, say, is text, since the learnt vocabulary has it. `template`: instead of the tokenizer's own.
+    Gemma's `<table>`, say, is text, since the learnt vocabulary has it. `template`: another one than the tokenizer's.
     """
     learnt = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     mentioned = "\n".join(_templates(tokenizer, template))
@@ -47,5 +47,6 @@ def control_tokens_in_replies(tokenizer: Any, template: str | None = None) -> fr
 
 
 def _templates(tokenizer: Any, template: str | None) -> Iterator[str]:
-    own = template or getattr(tokenizer, "chat_template", None) or ""
+    own = getattr(tokenizer, "chat_template", None) or ""
     yield from map(str, own.values()) if isinstance(own, Mapping) else (str(own),)
+    yield template or ""

@@ -5,7 +5,6 @@ import json
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from tinker_local.backend.rendering.rendered_input import ImageTokens
 from tinker_local.backend.rendering.text import ChatMessage, TemplateValue
 from tinker_local.types import Chunk, EncodedTextChunk, InvalidRequestError, ModelInput
+from tinker_local.types.chat_templates import processor_template
 from tinker_local.types.control_tokens import control_tokens, control_tokens_in_replies, special_tokens
 from tinker_local.types.errors import brief
 
@@ -35,6 +35,9 @@ _PARAMETERS = (
     *("conversation", "chat_template", "continue_final_message", "tokenize", "padding", "truncation", "max_length"),
     *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
+
+_TOOL_WORDS = {"tools": "tools", "tool_calls": "calls of the assistant", "tool": "results of tools"}
+"""Words of templates with tools, and what one has without them."""
 
 KEPT_TOKENS = 2**16
 
@@ -89,15 +92,20 @@ class HFText:
     """Implements `rendering.text.TextCodec`. `images`: the ids that mark an image; None for a text model."""
 
     def __init__(self, tokenizer: Any, images: ImageTokens | None = None, template: str | None = None) -> None:
-        """`template`: instead of the tokenizer's, which may have several; then it is the default one."""
+        """`template`: the processor's. The tokenizer's, of which there may be several, is used without it, and for
+        tools that it does not have."""
         self._tokenizer = tokenizer
         self._template = template
         self._has_template = bool(template or tokenizer.chat_template)
         self._image_token = None if images is None else str(tokenizer.convert_ids_to_tokens(images.pad))
         self._written, self._meant = "", ""
-        if images is not None and images.around is not None:
-            self._written, end = map(str, tokenizer.convert_ids_to_tokens([images.start, images.end]))
-            self._meant = f"{images.around}{self._written}{self._image_token}{end}{images.around}"
+        self._image_in_text = ""
+        if images is not None:
+            start, end = map(str, tokenizer.convert_ids_to_tokens([images.start, images.end]))
+            self._image_in_text = f"{start}{self._image_token}{end}"
+            if images.around is not None:
+                self._written, self._meant = start, f"{images.around}{self._image_in_text}{images.around}"
+                self._image_in_text = start
         self._images_alone = frozenset(token for token in (self._image_token, self._written) if token)
         self._in_text = _Marks(control_tokens(tokenizer, template) | self._images_alone)
         self._in_replies = _Marks(control_tokens_in_replies(tokenizer, template) | self._images_alone)
@@ -113,17 +121,13 @@ class HFText:
     @classmethod
     def load(cls, model: str, images: ImageTokens | None = None) -> "HFText | None":
         """That of a folder or hub name; None if it has no tokenizer."""
-        from transformers import AutoProcessor, AutoTokenizer
+        from transformers import AutoTokenizer
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(model)
         except (OSError, ValueError):
             return None
-        template = None
-        if images is not None and tokenizer.chat_template is None:
-            with suppress(OSError, ValueError):  # it has no processor
-                template = getattr(AutoProcessor.from_pretrained(model), "chat_template", None)
-        return cls(tokenizer, images, template)
+        return cls(tokenizer, images, None if images is None else processor_template(model))
 
     def chat(
         self,
@@ -139,14 +143,22 @@ class HFText:
             raise InvalidRequestError("messages: this base model has no chat template; use completions with a prompt")
         if taken := RESERVED & variables.keys():
             raise InvalidRequestError(f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set")
-        if unknown := [name for name in variables if name not in self._words(functions)]:
+        template = self._chosen(messages, functions)
+        words = self._words(template, functions)
+        if unknown := [name for name in variables if name not in words]:
             raise InvalidRequestError(f"chat_template_kwargs: this model's template has no {', '.join(unknown)}")
         found = [part for message in messages for part in message.parts if not isinstance(part, str)]
         if found and self._image_token is None:
             raise InvalidRequestError("messages: an image, but this base model reads text only")
-        self._check_tools(messages, functions)
+        if missing := _tool_words(messages, functions) - words:
+            raise InvalidRequestError(
+                f"{'tools' if 'tools' in missing else 'messages'}: this model's chat template has no "
+                f"{next(text for word, text in _TOOL_WORDS.items() if word in missing)}"
+            )
         marks = self._marks(as_tokens)
-        given = [self._given(message, marks[message.role == "assistant"]) for message in messages]
+        # The tokenizer's template beside the processor's is its language model's.
+        in_text = self._image_in_text if template is None and self._template is not None else None
+        given = [self._given(message, marks[message.role == "assistant"], in_text) for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
                 given,
@@ -154,7 +166,7 @@ class HFText:
                 tokenize=False,
                 add_generation_prompt=not go_on,
                 continue_final_message=go_on,
-                chat_template=self._template,
+                chat_template=template,
                 **{name: self._data_in(value) for name, value in variables.items()},
             )
         except Exception as error:  # templates raise what Jinja or their own expressions raise
@@ -222,20 +234,19 @@ class HFText:
         assert self._decoder is not None
         return str(self._decoder.decode(readable))
 
-    def _words(self, functions: Sequence[Mapping[str, Any]]) -> set[str]:
-        """Among them are the variables of the template, which may be another one with tools."""
-        return set(_WORD.findall(self._template or self._tokenizer.get_chat_template(tools=list(functions) or None)))
+    def _chosen(self, messages: Sequence[ChatMessage], functions: Sequence[Mapping[str, Any]]) -> str | None:
+        """The processor's template, unless only the tokenizer's has the tools that these messages need; None for that
+        one."""
+        if self._template is None or not self._tokenizer.chat_template:
+            return self._template
+        needed = _tool_words(messages, functions)
+        if not needed - self._words(self._template, ()) or needed - self._words(None, functions):
+            return self._template
+        return None
 
-    def _check_tools(self, messages: Sequence[ChatMessage], functions: Sequence[Mapping[str, Any]]) -> None:
-        """InvalidRequestError for what the template would leave out."""
-        needed = {"tools": bool(functions), "tool_calls": any(message.calls for message in messages)}
-        needed["tool"] = any(message.role == "tool" for message in messages)
-        if missing := [word for word, used in needed.items() if used and word not in self._words(functions)]:
-            words = {"tools": "tools", "tool_calls": "calls of the assistant", "tool": "results of tools"}
-            raise InvalidRequestError(
-                f"{'tools' if missing[0] == 'tools' else 'messages'}: this model's chat template has no "
-                f"{words[missing[0]]}"
-            )
+    def _words(self, template: str | None, functions: Sequence[Mapping[str, Any]]) -> set[str]:
+        """Among them are the variables of the template. The tokenizer's may be another one with tools."""
+        return set(_WORD.findall(template or self._tokenizer.get_chat_template(tools=list(functions) or None)))
 
     def _marks(self, as_tokens: Collection[str]) -> tuple["_Marks", "_Marks"]:
         """Of texts in general, and of an assistant's."""
@@ -249,8 +260,8 @@ class HFText:
                 )
         return self._in_text.without(as_tokens), self._in_replies.without(as_tokens)
 
-    def _given(self, message: ChatMessage, marks: "_Marks") -> dict[str, Any]:
-        given: dict[str, Any] = {"role": message.role, "content": _content(message, marks)}
+    def _given(self, message: ChatMessage, marks: "_Marks", image_in_text: str | None) -> dict[str, Any]:
+        given: dict[str, Any] = {"role": message.role, "content": _content(message, marks, image_in_text)}
         if message.calls:
             given["tool_calls"] = [
                 {
@@ -322,16 +333,26 @@ def _readable_bytes(words: Iterable[str]) -> Iterator[str]:
             yield from (f"<0x{byte:02X}>" for byte in letter.encode())
 
 
-def _content(message: ChatMessage, marks: _Marks) -> str | list[dict[str, str]]:
-    """Templates of language models take only a text. Neighbours are joined first: two halves may make a token."""
+def _tool_words(messages: Sequence[ChatMessage], functions: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Of `_TOOL_WORDS`, those that a template must have so that it leaves out nothing."""
+    needed = {"tools": bool(functions), "tool_calls": any(message.calls for message in messages)}
+    needed["tool"] = any(message.role == "tool" for message in messages)
+    return {word for word, used in needed.items() if used}
+
+
+def _content(message: ChatMessage, marks: _Marks, image_in_text: str | None) -> str | list[dict[str, str]]:
+    """Templates of language models take only a text. Neighbours are joined first: two halves may make a token.
+    `image_in_text`: what stands for an image in the text; None: the template takes images."""
     parts: list[dict[str, str]] = []
     for is_text, run in itertools.groupby(message.parts, key=lambda part: isinstance(part, str)):
         if is_text:
             text = "".join(map(str, run))
             _check_text(text, "messages")
             parts.append({"type": "text", "text": marks.cut(text)})
-        else:
+        elif image_in_text is None:
             parts += [{"type": "image"} for _ in run]
+        else:
+            parts += [{"type": "text", "text": image_in_text} for _ in run]
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return parts

@@ -18,6 +18,7 @@ from tinker_local.client.encode_images import chunk_of
 from tinker_local.client.image_marks import QWEN
 from tinker_local.client.rl.environment import Message
 from tinker_local.types import InvalidRequestError
+from tinker_local.types.chat_templates import processor_template
 from tinker_local.types.control_tokens import control_tokens, control_tokens_in_replies, special_tokens
 from tinker_local.types.datum import ImageFormat
 
@@ -102,15 +103,17 @@ class Chat:
     def of(cls, client: tinker.TrainingClient, **settings: Any) -> "Chat":
         """The format of the model that `client` trains; `settings` as for the constructor.
 
-        Loads tokenizer and image processor from the folder or hub name that the server gives for the tokenizer.
+        Loads tokenizer, image processor and the processor's chat template from the folder or hub name that the server
+        gives for the tokenizer.
         """
         from transformers import AutoImageProcessor
 
+        model = client.get_info().model_data.tokenizer_id
         try:
-            processor = AutoImageProcessor.from_pretrained(client.get_info().model_data.tokenizer_id)
+            processor = AutoImageProcessor.from_pretrained(model)
         except (OSError, ValueError):  # a language model has none; an image then raises an error
-            processor = None
-        return cls(client.get_tokenizer(), processor, **settings)
+            return cls(client.get_tokenizer(), None, **settings)
+        return cls(client.get_tokenizer(), processor, **{"template": processor_template(model), **settings})
 
     @property
     def stop(self) -> list[int]:
