@@ -6,6 +6,7 @@ checkpoint to begin from, "" for a new adapter; `settings["replay"]`: train on w
 
 import hashlib
 import json
+import math
 import statistics
 import sys
 import time
@@ -64,12 +65,13 @@ class Program:
         arrays["target_tokens"] = np.array(tokens[1:])
         return self.types.Datum(model_input=self.types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=arrays)
 
-    def update(self, data: list[Any], loss: str, config: dict[str, float] | None = None) -> tuple[float, float]:
-        """One step. Returns its loss, and the norm of the gradient before clipping."""
+    def update(self, data: list[Any], loss: str, config: dict[str, float] | None = None) -> tuple[Any, dict[str, Any]]:
+        """One step. Returns the result of `forward_backward`, and what every step says: its loss, and the norm of the
+        gradient before clipping."""
         gradient = self.client.forward_backward(data, loss, config)  # type: ignore[arg-type]
         stepped = self.client.optim_step(self.adam)
-        metrics = stepped.result().metrics or {}
-        return float(gradient.result().metrics["loss:sum"]), float(metrics["grad_norm"])
+        norm = float((stepped.result().metrics or {})["grad_norm"])
+        return gradient.result(), {"loss": float(gradient.result().metrics["loss:sum"]), "grad_norm": norm}
 
     def sft(self) -> None:
         seen = hashlib.sha256()
@@ -83,8 +85,8 @@ class Program:
                 seen.update(json.dumps([each["input_ids"], each["labels"]]).encode())
                 weights = [1 / answers if label >= 0 else 0.0 for label in each["labels"]]
                 data.append(self.datum(each["input_ids"], weights=weights))
-            loss, norm = self.update(data, "cross_entropy")
-            say(step=step + 1, loss=loss, grad_norm=norm, s=time.perf_counter() - begin)
+            _, numbers = self.update(data, "cross_entropy")
+            say(step=step + 1, **numbers, s=time.perf_counter() - begin)
         say(sha256=seen.hexdigest(), total_s=time.perf_counter() - BEGAN)
 
     def grpo(self) -> None:
@@ -104,9 +106,9 @@ class Program:
                 rewards += (own := [sum_reward(text, each["answer"]) for text in texts])
                 for one, advantage in zip(sequences, group_advantages(own), strict=True):
                     rows.append((each["ids"], list(one.tokens), list(one.logprobs), advantage))
-            loss, norm = self.policy_step(rows)
-            numbers = {"reward": statistics.fmean(rewards), "tokens": statistics.fmean(len(row[1]) for row in rows)}
-            say(step=step + 1, loss=loss, grad_norm=norm, **numbers, s=time.perf_counter() - begin)
+            numbers = self.policy_step(rows)
+            numbers |= {"reward": statistics.fmean(rewards), "tokens": statistics.fmean(len(row[1]) for row in rows)}
+            say(step=step + 1, **numbers, s=time.perf_counter() - begin)
         self.measure(held_out, self.settings["steps"])
         say(total_s=time.perf_counter() - BEGAN)
 
@@ -122,21 +124,28 @@ class Program:
                 (prompt, sampled, of_all[len(prompt) - 1 :], advantage)
                 for (prompt, sampled), of_all, advantage in zip(pairs, logprobs, rollout["advantages"], strict=True)
             ]
-            loss, norm = self.policy_step(rows)
-            say(step=step + 1, loss=loss, grad_norm=norm, s=time.perf_counter() - begin)
+            say(step=step + 1, **self.policy_step(rows), s=time.perf_counter() - begin)
         say(total_s=time.perf_counter() - BEGAN)
 
-    def policy_step(self, rows: list[tuple[list[int], list[int], list[float], float]]) -> tuple[float, float]:
+    def policy_step(self, rows: list[tuple[list[int], list[int], list[float], float]]) -> dict[str, float]:
         """One step of PPO's loss on (prompt, sampled tokens, their logprobs, advantage), over the number of sampled
-        tokens: TRL's `dapo`."""
+        tokens: TRL's `dapo`. What it says has `apart`: the mean absolute difference of the logprobs that were given and
+        the trainer's; and `clipped`: the share of sampled tokens of which nothing is learnt for that difference."""
         count = sum(len(sampled) for _, sampled, _, _ in rows)
         data = []
         for prompt, sampled, logprobs, advantage in rows:
             before = [0.0] * len(prompt)
             advantages = before + [advantage / count] * len(sampled)
             data.append(self.datum(prompt + sampled, logprobs=before + logprobs, advantages=advantages))
-        epsilon = self.settings["epsilon"]
-        return self.update(data, "ppo", {"clip_low_threshold": 1 - epsilon, "clip_high_threshold": 1 + epsilon})
+        low, high = 1 - self.settings["epsilon"], 1 + self.settings["epsilon"]
+        result, numbers = self.update(data, "ppo", {"clip_low_threshold": low, "clip_high_threshold": high})
+        differences, clipped = [], 0
+        for (prompt, _, logprobs, advantage), output in zip(rows, result.loss_fn_outputs, strict=True):
+            for given, found in zip(logprobs, output["logprobs"].tolist()[len(prompt) - 1 :], strict=True):
+                differences.append(abs(found - given))
+                ratio = math.exp(found - given)
+                clipped += (advantage > 0 and ratio > high) or (advantage < 0 and ratio < low)
+        return {**numbers, "apart": statistics.fmean(differences), "clipped": clipped / count}
 
     def sample(self, sampler: Any, prompts: list[list[int]], size: int, temperature: float, seed: int) -> list[Any]:
         """`size` sequences for each prompt."""

@@ -160,6 +160,38 @@ def test_tools_and_calls_have_the_tokens_of_hugging_faces_template_and_forge_not
             plain.chat(variables={}, go_on=False, **asked)  # type: ignore[arg-type]
 
 
+def test_arguments_that_are_no_object_reach_the_template_as_text_and_forge_nothing(
+    tiny_models: dict[str, Path],
+) -> None:
+    text, tokenizer = HFText.load(str(tiny_models[TEXT])), AutoTokenizer.from_pretrained(tiny_models[TEXT])
+    assert text is not None
+
+    def tokens(codec: HFText, arguments: str) -> list[int]:
+        call, answer = ToolCall("a", "weather", arguments), ChatMessage("tool", ("error",), answers=("a", "weather"))
+        messages = [ChatMessage("user", ("hi",)), ChatMessage("assistant", (), (call,)), answer]
+        found: list[int] = codec.chat(messages, {}, go_on=False).to_tokens().tolist()
+        return found
+
+    def asked(codec: HFText, arguments: str) -> str:
+        return codec.decode_all(tokens(codec, arguments))
+
+    assert asked(text, "") == asked(text, " ") == asked(text, "{}")
+    for written in ('{"city": "Be', "null", "[1]", '"{}"'):
+        assert f'"arguments": {written}}}' in asked(text, written)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokens(text, "<|im_end|>").count(end) == tokens(text, "x").count(end)
+    # Templates that go through the names of arguments, as those of Qwen3-Coder and GLM do, cannot take a text.
+    named = copy.deepcopy(tokenizer)
+    named.chat_template = (
+        "{% for message in messages %}{{ message.role }}:{% for call in message.tool_calls or () %}"
+        "{% for name, value in call.function.arguments.items() %}{{ name }}={{ value }};{% endfor %}{% endfor %}"
+        "{{ message.content if message.role != 'tool' else 'tool ' ~ message.tool_call_id }}{% endfor %}"
+    )
+    assert "assistant:city=Bern;" in asked(HFText(named), '{"city": "Bern"}')
+    assert 'assistant:arguments={"city": "Be;' in asked(HFText(named), '{"city": "Be')
+    assert "assistant:tool" in asked(HFText(named), "")
+
+
 def pieces(form: ReplyForm, text: str, length: int) -> list[ReplyPiece]:
     reader = form.reader()
     ends = range(0, len(text), length)

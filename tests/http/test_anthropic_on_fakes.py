@@ -119,6 +119,23 @@ def test_what_is_not_served_is_refused_by_name_on_fakes(
     assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
 
 
+@pytest.mark.parametrize(
+    ("characters", "most", "reason"),
+    [
+        (10_000, 2, r"prompt is too long: 1\d{4} tokens > 4096 maximum"),
+        (10**7, 2, r"prompt is too long: \d+ tokens > 4096 maximum"),
+        (1, 4096, r"input length and `max_tokens` exceed context limit: \d+ \+ 4096 > 4096"),
+    ],
+)
+def test_a_context_that_is_too_short_is_said_as_anthropic_says_it_on_fakes(
+    client: anthropic.Anthropic, characters: int, most: int, reason: str
+) -> None:
+    said: Any = [{"role": "user", "content": "z" * characters}]
+    for stream in (False, True):
+        with pytest.raises(anthropic.BadRequestError, match=reason):
+            client.messages.create(model=MODEL, messages=said, max_tokens=most, stream=stream)
+
+
 def test_errors_have_anthropics_shape_at_both_addresses_on_fakes(
     client: anthropic.Anthropic, loopback_server: LoopbackServer
 ) -> None:

@@ -311,9 +311,15 @@ def test_errors_have_openais_shape_on_fakes(client: openai.OpenAI, server: Loopb
     assert refused.value.code == "invalid_api_key"
     with pytest.raises(openai.NotFoundError, match="there is no POST"):
         client.embeddings.create(model=MODEL, input="x")
-    long = "Prompt length plus max_tokens exceeds the model's context window"
-    with pytest.raises(openai.BadRequestError, match=long):
-        client.chat.completions.create(model=MODEL, messages=HI, max_tokens=100000)
+    long: Any = [{"role": "user", "content": "z" * 10000}]
+    longest: Any = [{"role": "user", "content": "z" * 10**7}]
+    for messages, most in ((HI, 100000), (long, 4), (longest, 4)):
+        for stream in (False, True):
+            with pytest.raises(
+                openai.BadRequestError, match="This model's maximum context length is 4096 tokens"
+            ) as over:
+                list(client.chat.completions.create(model=MODEL, messages=messages, max_tokens=most, stream=stream))
+            assert over.value.code == "context_length_exceeded"
     with httpx.Client(trust_env=False, headers={"Authorization": f"Bearer {server.api_key}"}) as http:
         broken = http.post(f"{client.base_url}chat/completions", content=b"{")
     assert broken.status_code == 400

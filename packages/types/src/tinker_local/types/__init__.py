@@ -21,6 +21,7 @@ from tinker_local.types.datum import image_format as image_format
 from tinker_local.types.errors import ApiError as ApiError
 from tinker_local.types.errors import AuthenticationError as AuthenticationError
 from tinker_local.types.errors import Category as Category
+from tinker_local.types.errors import ContextOverflowError as ContextOverflowError
 from tinker_local.types.errors import GoneError as GoneError
 from tinker_local.types.errors import InternalError as InternalError
 from tinker_local.types.errors import InvalidRequestError as InvalidRequestError

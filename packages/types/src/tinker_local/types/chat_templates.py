@@ -10,7 +10,7 @@ def processor_template(model: str) -> str | None:
     `chat_template.json`, and its language model's, which only joins texts, in `tokenizer_config.json`. Where both are
     in `chat_template.jinja` they are the same.
     """
-    from transformers import ProcessorMixin  # type: ignore[import-untyped]
+    from transformers import ProcessorMixin
 
     try:
         found = ProcessorMixin.get_processor_dict(model)[0].get("chat_template")

@@ -2,7 +2,8 @@
 
     ApiError                    base; `category` is what a failed future carries
     ├─ InvalidRequestError      user    HTTP 400   a value is wrong: names the field and the numbers
-    │  └─ UnsupportedError      user    HTTP 400   this server lacks the feature: says what to use instead
+    │  ├─ UnsupportedError      user    HTTP 400   this server lacks the feature: says what to use instead
+    │  └─ ContextOverflowError  user    HTTP 400   prompt and max_tokens are longer than the context
     ├─ AuthenticationError      user    HTTP 401   a missing or wrong key
     ├─ PermissionDeniedError    user    HTTP 403   a signed URL is forged or expired
     ├─ NotFoundError            user    HTTP 404   no such model, session, checkpoint, route
@@ -55,6 +56,19 @@ class InvalidRequestError(ApiError):
 
 class UnsupportedError(InvalidRequestError):
     """This server does not have what the request asks for; the message says what to use instead."""
+
+
+class ContextOverflowError(InvalidRequestError):
+    """A prompt, with the tokens that are to be sampled, is longer than the model's context. Programs shorten their
+    history if they recognise this.
+
+    `prompt_tokens`: of the prompt, at least. `max_tokens`: that were to be sampled; 0: the prompt alone is too long.
+    `limit`: of both together.
+    """
+
+    def __init__(self, message: str, prompt_tokens: int = 0, max_tokens: int = 0, limit: int = 0) -> None:
+        super().__init__(message)
+        self.prompt_tokens, self.max_tokens, self.limit = prompt_tokens, max_tokens, limit
 
 
 class AuthenticationError(ApiError):

@@ -25,6 +25,7 @@ from tinker_local.backend.scheduling.quotas import TOPK_BYTES
 from tinker_local.backend.scheduling.shared_bytes import SharedBytes
 from tinker_local.backend.threads import RENDERING
 from tinker_local.types import (
+    ContextOverflowError,
     CreateSamplingSessionRequest,
     CreateSessionRequest,
     GoneError,
@@ -444,9 +445,11 @@ def _about_model(error: InvalidRequestError, name: str) -> InvalidRequestError |
 
 
 def _check_length(texts: Iterator[str] | Sequence[str], named: Named, field: str) -> None:
-    most = CHARACTERS_OF_A_POSITION * named.base.max_context_length
+    limit = named.base.max_context_length
+    most = CHARACTERS_OF_A_POSITION * limit
     if (characters := sum(map(len, texts))) > most:
-        raise InvalidRequestError(
-            f"{field}: {characters} characters cannot fit the context of {named.base.max_context_length} tokens; "
-            f"at most {most} are taken"
+        raise ContextOverflowError(
+            f"{field}: {characters} characters cannot fit the context of {limit} tokens; at most {most} are taken",
+            prompt_tokens=-(-characters // CHARACTERS_OF_A_POSITION),
+            limit=limit,
         )

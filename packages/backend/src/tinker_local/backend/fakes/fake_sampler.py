@@ -227,9 +227,10 @@ class FakeSampler:
         texts = None if work.grammar is None else texts_of(work.grammar)
         self._tower.encode(prompt)
         features = self._model.features(prompt)
+        seeds: Sequence[int | None] = work.seeds() or [None] * work.num_samples
         sequences = [
             _Sequence(np.random.default_rng(seed), int(features.tokens[-1]), work.topk_sample_logprobs)
-            for seed in work.seeds() or [None] * work.num_samples
+            for seed in seeds
         ]
         numbers = {id(sequence): work.first_sample + index for index, sequence in enumerate(sequences)}
         budget = room if params.max_tokens is None else min(params.max_tokens, room)

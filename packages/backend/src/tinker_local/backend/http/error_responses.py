@@ -14,7 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from tinker_local.types import ApiError, InternalError, InvalidRequestError, TooManyRequestsError
+from tinker_local.types import ApiError, ContextOverflowError, InternalError, InvalidRequestError, TooManyRequestsError
 from tinker_local.types.base_urls import end_of_openai
 from tinker_local.types.errors import Category
 
@@ -66,6 +66,23 @@ def error_body(text: str, status: int, api: Api, category: Category | None = Non
     return {"detail": text} if category is None else {"detail": text, "error": text, "category": category}
 
 
+def body_of(error: ApiError, api: Api) -> dict[str, Any]:
+    """`error` as `api` has it. A context that is too short is said in the words by which clients recognise it."""
+    text = message(error)
+    if not isinstance(error, ContextOverflowError) or api == "tinker":
+        return error_body(text, error.status, api, error.category)
+    tokens, sampled, limit = error.prompt_tokens, error.max_tokens, error.limit
+    if api == "anthropic":
+        if sampled:
+            text = f"input length and `max_tokens` exceed context limit: {tokens} + {sampled} > {limit}"
+        else:
+            text = f"prompt is too long: {tokens} tokens > {limit} maximum"
+        return error_body(text, error.status, api)
+    body = error_body(text, error.status, api)
+    told = {"message": f"This model's maximum context length is {limit} tokens. {text}"}
+    return {"error": body["error"] | told | {"code": "context_length_exceeded"}}
+
+
 def plain(text: str, status: int, path: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """An error that is none of `tinker_local.types.errors`."""
     return JSONResponse(error_body(text, status, api_of(path)), status, headers)
@@ -73,13 +90,12 @@ def plain(text: str, status: int, path: str, headers: Mapping[str, str] | None =
 
 def answer(error: ApiError, path: str = "") -> JSONResponse:
     """The answer to a request that could not be taken, at `path`."""
-    text = message(error)
     headers = None
     if isinstance(error, TooManyRequestsError) and error.retry_after is not None:
         # Whole seconds are the standard; the SDK prefers its own header of milliseconds.
         milliseconds = math.ceil(error.retry_after * 1000)
         headers = {"Retry-After": str(math.ceil(milliseconds / 1000)), "Retry-After-Ms": str(milliseconds)}
-    return JSONResponse(error_body(text, error.status, api_of(path), error.category), error.status, headers)
+    return JSONResponse(body_of(error, api_of(path)), error.status, headers)
 
 
 def _reason(item: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
-from tinker_local.backend.http.error_responses import api_of, error_body, message
+from tinker_local.backend.http.error_responses import api_of, body_of
 from tinker_local.backend.scheduling.operations import as_api_error
 from tinker_local.types import ApiError
 
@@ -64,7 +64,7 @@ class EventStream(StreamingResponse):
                 log.exception("%s failed while it was answered", self._request.url.path)
             known = as_api_error(error)
             name = "error" if api == "anthropic" else None
-            yield event(error_body(message(known), known.status, api, known.category), name)
+            yield event(body_of(known, api), name)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -1,10 +1,9 @@
 """Fields of OpenAI's and Anthropic's APIs that offer tools, and those of messages that have calls and results."""
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from tinker_local.backend.http.endpoint_fields import Label
 from tinker_local.backend.rendering.grammar import Grammar, check_nesting
 from tinker_local.backend.rendering.text import ToolCall
@@ -49,20 +48,11 @@ class NamedFunction(Frozen):
 ToolChoice = Literal["none", "auto", "required"] | NamedFunction
 
 
-def _an_object(text: str) -> str:
-    """ValueError unless it is a JSON object."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError("not a JSON object")
-    return text
-
-
 class FunctionCall(Frozen):
+    """`arguments`: what a model wrote, which may be no JSON; the client answered it with an error, and goes on."""
+
     name: ToolName
-    arguments: Annotated[str, AfterValidator(_an_object)]
+    arguments: str
 
 
 class MessageCall(Frozen):

@@ -158,18 +158,31 @@ class HFText:
         marks = self._marks(as_tokens)
         # The tokenizer's template beside the processor's is its language model's.
         in_text = self._image_in_text if template is None and self._template is not None else None
-        given = [self._given(message, marks[message.role == "assistant"], in_text) for message in messages]
-        try:
-            text = self._tokenizer.apply_chat_template(
-                given,
-                tools=[self._data_in(function) for function in functions] or None,
-                tokenize=False,
-                add_generation_prompt=not go_on,
-                continue_final_message=go_on,
-                chat_template=template,
-                **{name: self._data_in(value) for name, value in variables.items()},
+
+        def rendered(as_object: bool) -> str:
+            given = [
+                self._given(message, marks[message.role == "assistant"], in_text, as_object) for message in messages
+            ]
+            return str(
+                self._tokenizer.apply_chat_template(
+                    given,
+                    tools=[self._data_in(function) for function in functions] or None,
+                    tokenize=False,
+                    add_generation_prompt=not go_on,
+                    continue_final_message=go_on,
+                    chat_template=template,
+                    **{name: self._data_in(value) for name, value in variables.items()},
+                )
             )
-        except Exception as error:  # templates raise what Jinja or their own expressions raise
+
+        try:
+            try:
+                text = rendered(as_object=False)
+            except Exception:  # templates raise what Jinja or their own expressions raise
+                if all(isinstance(_arguments(call.arguments), dict) for message in messages for call in message.calls):
+                    raise
+                text = rendered(as_object=True)  # one that goes through the names of arguments
+        except Exception as error:
             roles = ", ".join(message.role for message in messages)
             log.info("a chat template failed", exc_info=error)
             own = type(error).__name__ == "TemplateError"  # by the template's `raise_exception`, with its reason
@@ -177,7 +190,7 @@ class HFText:
                 f"messages: this model's chat template refuses messages of {roles}: "
                 f"{error if own else f'{type(error).__name__} in the template'}"
             ) from error
-        return ModelInput(chunks=tuple(self._chunks(str(text), found)))
+        return ModelInput(chunks=tuple(self._chunks(text, found)))
 
     def prompt(self, text: str) -> ModelInput:
         """See `TextCodec`."""
@@ -260,14 +273,17 @@ class HFText:
                 )
         return self._in_text.without(as_tokens), self._in_replies.without(as_tokens)
 
-    def _given(self, message: ChatMessage, marks: "_Marks", image_in_text: str | None) -> dict[str, Any]:
+    def _given(
+        self, message: ChatMessage, marks: "_Marks", image_in_text: str | None, as_object: bool
+    ) -> dict[str, Any]:
+        """`as_object`: arguments that are no object become one, with what was written under `arguments`."""
         given: dict[str, Any] = {"role": message.role, "content": _content(message, marks, image_in_text)}
         if message.calls:
             given["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                    "function": {"name": call.name, "arguments": _arguments(call.arguments, as_object)},
                 }
                 for call in message.calls
             ]
@@ -331,6 +347,20 @@ def _readable_bytes(words: Iterable[str]) -> Iterator[str]:
             yield _UNREADABLE
         else:
             yield from (f"<0x{byte:02X}>" for byte in letter.encode())
+
+
+def _arguments(written: str, as_object: bool = False) -> Any:
+    """A call's arguments as templates take them: an object, or the text where a model wrote anything else. `as_object`:
+    see `HFText._given`."""
+    if not written.strip():
+        return {}
+    try:
+        found = json.loads(written)
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict):
+        return found
+    return {"arguments": written} if as_object else written
 
 
 def _tool_words(messages: Sequence[ChatMessage], functions: Sequence[Mapping[str, Any]]) -> set[str]:

@@ -21,7 +21,7 @@ TemplateValue = str | int | float | bool
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that a model wrote. `arguments`: a JSON object."""
+    """A call that a model wrote. `arguments`: a JSON object as a rule, but models write anything."""
 
     id: str
     name: str

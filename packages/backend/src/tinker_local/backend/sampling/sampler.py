@@ -11,7 +11,7 @@ from tinker_local.backend.adapters.adapter import AdapterDType, AdapterVersion
 from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.rotations import Rotations
-from tinker_local.types import InvalidRequestError, SampleOutput, SamplingParams, TensorData
+from tinker_local.types import ContextOverflowError, InvalidRequestError, SampleOutput, SamplingParams, TensorData
 from tinker_local.types.requests_and_results import StopReason
 
 RESERVED = 32
@@ -177,14 +177,18 @@ class Sampler(Protocol):
 
 
 def token_budget(prompt_length: int, max_tokens: int | None, limit: int) -> int:
-    """How many tokens may be sampled; InvalidRequestError if prompt and tokens exceed the context `limit`."""
+    """How many tokens may be sampled. ContextOverflowError if prompt and tokens exceed the context `limit`;
+    InvalidRequestError without a prompt."""
     if prompt_length < 1:
         raise InvalidRequestError("prompt: there are no chunks; at least one token is needed")
     wanted = max(limit - prompt_length, 1) if max_tokens is None else max_tokens
     if prompt_length + wanted > limit:
-        raise InvalidRequestError(
+        raise ContextOverflowError(
             "Prompt length plus max_tokens exceeds the model's context window: "
-            f"{prompt_length} prompt tokens + {wanted} max_tokens > {limit}"
+            f"{prompt_length} prompt tokens + {wanted} max_tokens > {limit}",
+            prompt_length,
+            wanted if prompt_length < limit else 0,
+            limit,
         )
     return wanted
 

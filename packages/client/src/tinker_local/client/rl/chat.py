@@ -108,7 +108,7 @@ class Chat:
         """
         from transformers import AutoImageProcessor
 
-        model = client.get_info().model_data.tokenizer_id
+        model = client.get_info().model_data.tokenizer_id or ""
         try:
             processor = AutoImageProcessor.from_pretrained(model)
         except (OSError, ValueError):  # a language model has none; an image then raises an error
