@@ -172,7 +172,8 @@ def test_completions_of_several_prompts_on_fakes(client: openai.OpenAI, server: 
 def test_images_are_read_on_fakes(client: openai.OpenAI) -> None:
     def ask(colour: str) -> Any:
         url = f"data:image/png;base64,{png(colour)}"
-        content: Any = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what?"}]
+        picture = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+        content: Any = [picture, {"type": "text", "text": "what?"}]
         return client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": content}], seed=1, max_tokens=8
         )
@@ -236,6 +237,9 @@ def test_checkpoints_answer_under_their_paths_and_are_listed_on_fakes(
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"verbosity": "high"}, "verbosity"),
+        ({"store": True}, "store"),
+        ({"extra_body": {"top_k": -2}}, "top_k"),
         ({"extra_body": {"guided_json": {}}}, "guided_json"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -286,9 +290,17 @@ def test_bad_images_are_refused_before_a_stream_begins_on_fakes(
 def test_harmless_parameters_of_clients_are_taken_on_fakes(client: openai.OpenAI) -> None:
     said = client.chat.completions.create(
         model=MODEL,
-        messages=[{"role": "developer", "content": "be"}, {"role": "assistant", "content": "a", "refusal": None}, *HI],
+        messages=[
+            {"role": "developer", "content": "be", "name": "operator"},
+            {"role": "assistant", "content": "a", "refusal": None, "name": "agent"},
+            {"role": "user", "content": "hi", "name": "someone"},
+        ],
         frequency_penalty=0,
         presence_penalty=0,
+        reasoning_effort="none",
+        verbosity="medium",
+        store=False,
+        extra_body={"top_k": 0},
         user="me",
         tools=[],
         response_format={"type": "text"},
@@ -311,6 +323,8 @@ def test_errors_have_openais_shape_on_fakes(client: openai.OpenAI, server: Loopb
     assert refused.value.code == "invalid_api_key"
     with pytest.raises(openai.NotFoundError, match="there is no POST"):
         client.embeddings.create(model=MODEL, input="x")
+    with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
+        client.responses.create(model=MODEL, input="x")
     long: Any = [{"role": "user", "content": "z" * 10000}]
     longest: Any = [{"role": "user", "content": "z" * 10**7}]
     for messages, most in ((HI, 100000), (long, 4), (longest, 4)):

@@ -127,6 +127,8 @@ def install(app: FastAPI) -> None:
                 detail += "; leave out one /v1 of the base_url"
             elif path in OF_OPENAI_BELOW_V1:
                 detail += f", but /v1{path}: clients of OpenAI take a base_url that ends with /v1"
+            elif path.endswith("/v1/responses"):
+                detail += f", but {path.removesuffix('responses')}chat/completions"
         return plain(detail, error.status_code, request.url.path, error.headers)
 
     @app.exception_handler(RequestValidationError)

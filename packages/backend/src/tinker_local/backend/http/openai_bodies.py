@@ -38,7 +38,8 @@ class TextPart(Frozen):
 
 class ImageUrl(Frozen):
     url: Annotated[Image, BeforeValidator(image_at)]
-    detail: Literal["auto"] | None = None
+    detail: Literal["auto", "low", "high"] | None = None
+    """A hint of how closely to look. These models see every image in its own size."""
 
 
 class ImagePart(Frozen):
@@ -53,6 +54,8 @@ def _as_parts(content: Any) -> Any:
 
 
 class Message(Frozen):
+    """`name`: of the tool whose result this is. Others name who wrote the message, of which templates know nothing."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         TupleOf[Annotated[TextPart | ImagePart, Field(discriminator="type")]], BeforeValidator(_as_parts)
@@ -68,8 +71,6 @@ class Message(Frozen):
 
     @model_validator(mode="after")
     def _of_its_role(self) -> Self:
-        if self.name is not None and self.role != "tool":
-            raise ValueError("name: only for the role tool; leave it out")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls: only for the role assistant")
         if (self.tool_call_id is None) == (self.role == "tool"):
@@ -142,6 +143,7 @@ class Body(Frozen):
         """As the sampler takes them; ValueError."""
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "seed")}
         given |= {"stop": self.stops or None, "max_tokens": self.most_tokens()}
+        given["top_k"] = given["top_k"] or None  # 0 is vLLM's word for no limit
         try:
             return SamplingParams.model_validate({name: value for name, value in given.items() if value is not None})
         except ValidationError as error:
@@ -163,8 +165,8 @@ class ChatBody(Body):
     functions: Annotated[Any, only([])] = None
     function_call: Annotated[Any, only("none")] = None
     modalities: Annotated[Any, only(["text"])] = None
-    reasoning_effort: Unsupported = None
-    verbosity: Unsupported = None
+    reasoning_effort: Annotated[Any, only("none")] = None
+    verbosity: Annotated[Any, only("medium")] = None
     prediction: Unsupported = None
     audio: Unsupported = None
     web_search_options: Unsupported = None
