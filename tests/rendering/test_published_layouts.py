@@ -15,7 +15,7 @@ from tinker_local.backend.tiny_models import make_tiny_vl_model
 from tinker_local.client.rl import Chat
 from tinker_local.client.rl.environment import Message
 from tinker_local.types import EncodedTextChunk, InvalidRequestError
-from tinker_local.types.chat_templates import processor_template
+from tinker_local.types.processor_templates import processor_template
 
 from tests.rendering.conftest import Pictures, Rendering
 

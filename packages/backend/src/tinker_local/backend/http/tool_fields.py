@@ -49,7 +49,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedFunction
 
 
 class FunctionCall(Frozen):
-    """`arguments`: what a model wrote, which may be no JSON; the client answered it with an error, and goes on."""
+    """`arguments`: what a model wrote, which may not be JSON; the client answered it with an error, and goes on."""
 
     name: ToolName
     arguments: str

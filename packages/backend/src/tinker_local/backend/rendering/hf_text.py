@@ -12,9 +12,9 @@ import numpy as np
 from tinker_local.backend.rendering.rendered_input import ImageTokens
 from tinker_local.backend.rendering.text import ChatMessage, TemplateValue
 from tinker_local.types import Chunk, EncodedTextChunk, InvalidRequestError, ModelInput
-from tinker_local.types.chat_templates import processor_template
 from tinker_local.types.control_tokens import control_tokens, control_tokens_in_replies, special_tokens
 from tinker_local.types.errors import brief
+from tinker_local.types.processor_templates import processor_template
 
 log = logging.getLogger(__name__)
 
@@ -276,7 +276,7 @@ class HFText:
     def _given(
         self, message: ChatMessage, marks: "_Marks", image_in_text: str | None, as_object: bool
     ) -> dict[str, Any]:
-        """`as_object`: arguments that are no object become one, with what was written under `arguments`."""
+        """`as_object`: arguments that are not an object become one, with what was written under `arguments`."""
         given: dict[str, Any] = {"role": message.role, "content": _content(message, marks, image_in_text)}
         if message.calls:
             given["tool_calls"] = [
