@@ -122,7 +122,7 @@ def test_a_conversation_goes_on_after_a_call_with_arguments_that_are_no_object_o
     client: openai.OpenAI, arguments: str
 ) -> None:
     call: Any = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
-    answer: Any = {"role": "tool", "tool_call_id": "1", "content": "error: the arguments are no JSON object"}
+    answer: Any = {"role": "tool", "tool_call_id": "1", "content": "error: not a JSON object"}
     assert asked(client, messages=[*HI, {"role": "assistant", "tool_calls": [call]}, answer]).choices
 
 
