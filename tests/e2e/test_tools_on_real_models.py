@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -192,10 +193,20 @@ def test_arguments_that_are_no_object_reach_the_template_as_text_and_forge_nothi
     assert "assistant:tool" in asked(HFText(named), "")
 
 
-def pieces(form: ReplyForm, text: str, length: int) -> list[ReplyPiece]:
+def pieces(form: ReplyForm, text: str, length: int, *, cut: bool = False) -> list[ReplyPiece]:
+    """`text` read in pieces of `length`."""
     reader = form.reader()
-    ends = range(0, len(text), length)
-    return [reader.add(text[at : at + length], (), last=at + length >= len(text)) for at in ends]
+    starts = range(0, len(text), length)
+    return [
+        reader.add(text[at : at + length], (), last=at + length >= len(text), cut=cut and at + length >= len(text))
+        for at in starts
+    ]
+
+
+def told(found: list[ReplyPiece]) -> tuple[str, list[tuple[str | None, str]]]:
+    """Text, and names and arguments of calls, of all pieces together."""
+    calls = [(call.name, call.arguments) for piece in found for call in piece.calls]
+    return "".join(piece.text for piece in found), calls
 
 
 def test_vllms_parsers_read_what_their_families_write_whole_and_in_pieces(tiny_models: dict[str, Path]) -> None:
@@ -206,17 +217,65 @@ def test_vllms_parsers_read_what_their_families_write_whole_and_in_pieces(tiny_m
         assert not isinstance(tools, str)
         form = tools.form(OfferedTools((TOOL,)))
         assert form.grammar is None
-        whole = form.reader().whole(said, ())
-        assert whole.text.strip() == "so"
+        (whole,) = pieces(form, said, len(said))
+        assert whole.text == "so"
         (call,) = whole.calls
         assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Bern", "days": 2})
         assert call.id
         for length in (1, 7, 500):
-            found = pieces(form, said, length)
-            assert "".join(piece.text for piece in found).strip() == "so"
-            parts = [part for piece in found for part in piece.calls]
-            assert [part.name for part in parts if part.name] == ["weather"]
-            assert json.loads("".join(part.arguments for part in parts)) == json.loads(call.arguments)
+            assert told(pieces(form, said, length)) == ("so", [("weather", call.arguments)])
+        # The text before the call is shown before the call is there.
+        assert pieces(form, said, 1)[1].text == "o"
+        for end in range(1, len(said)):
+            text, calls = told(pieces(form, said[:end], 5, cut=True))
+            assert calls in ([], [("weather", call.arguments)])
+            assert calls or text == said[:end]
+
+
+_FRAGMENTS = (
+    *("<tool_call>", "</tool_call>", "<function=weather>", "</function>", "<parameter=city>", "</parameter>", "{", "}"),
+    *(
+        '{"name": "weather", "arguments": {"city": "Bern"}}',
+        '{"arguments": {"city": "a</tool_call>"}, "name": "weather"}',
+    ),
+    *('[{"name": "weather", "parameters": {}}]', 'weather(city="Bern")', "[", "]", "<|python_tag|>", "[TOOL_CALLS]"),
+    *(
+        "weather",
+        "\n",
+        "  ",
+        "I mention <tool_call> in a text.",
+        "caf\u00e9 \U0001f600",
+        "<think>",
+        "</think>",
+        "a < b",
+        '"',
+        "\\",
+    ),
+)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_what_is_streamed_is_what_is_said_whole_by_every_parser_of_vllm(
+    tiny_models: dict[str, Path], cut: bool
+) -> None:
+    from vllm.tool_parsers import ToolParserManager
+
+    chance, suited = random.Random(int(cut)), set()
+    for name in sorted(ToolParserManager.list_registered()):
+        try:
+            tools = load_tools(str(tiny_models[TEXT]), "qwen3", name)
+        except ValueError:
+            continue  # it needs tokens that this tokenizer does not have
+        assert not isinstance(tools, str)
+        suited.add(name)
+        form = tools.form(OfferedTools((TOOL,)))
+        for _ in range(40):
+            said = "".join(chance.choices(_FRAGMENTS, k=chance.randint(1, 8)))
+            whole = told(pieces(form, said, len(said), cut=cut))
+            for length in (1, chance.randint(2, 9)):
+                assert told(pieces(form, said, length, cut=cut)) == whole, (name, said)
+            assert whole[1] or whole[0] == said, (name, said)
+    assert {"hermes", "qwen3_coder", "pythonic"} <= suited
 
 
 def test_text_that_ends_like_the_beginning_of_a_call_is_shown_whole_and_in_pieces(
@@ -227,8 +286,7 @@ def test_text_that_ends_like_the_beginning_of_a_call_is_shown_whole_and_in_piece
         assert not isinstance(tools, str)
         form = tools.form(OfferedTools((TOOL,)))
         for said in ("just text", "a <", "so <tool_cal", 'so <tool_call>\n{"na'):
-            if name == "hermes" or "<tool_call>" not in said:
-                assert form.reader().whole(said, ()) == ReplyPiece(said)
+            assert pieces(form, said, len(said)) == [ReplyPiece(said)]
             for length in (1, 2, 500):
                 assert "".join(piece.text for piece in pieces(form, said, length)) == said, (name, said)
 

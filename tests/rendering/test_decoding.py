@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from PIL import Image
+from PIL.Image import Transpose
 from tinker_local.backend.rendering.decoding import ImageError, PixelBudget, decode_image
+from tinker_local.types import as_rgb
 
 from tests.traced import start_tracing
 
@@ -94,7 +96,7 @@ def test_two_drawings_on_a_transparent_ground_are_two_pictures() -> None:
         assert np.array_equal(np.asarray(decode_image(buffer.getvalue()))[..., 0] == 0, shape)
 
 
-@pytest.mark.mutation("rotation-ignored", "as_rgb", "upright = ImageOps.exif_transpose(image)", "upright = image")
+@pytest.mark.mutation("rotation-ignored", "as_rgb", "upright = _upright(image)", "upright = image")
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_rotation_is_applied_as_hf_does(pictures: Any, orientation: int) -> None:
     exif = Image.Exif()
@@ -203,6 +205,40 @@ def test_a_jpeg_of_many_scans_is_refused_before_its_pixels_are_decoded(pictures:
     last = data[data.rfind(b"\xff\xda") : -2]
     with pytest.raises(ImageError, match=r"a JPEG of \d+ scans, the limit is 64"):
         decode_image(data[:-2] + last * 64 + data[-2:])
+
+
+def test_what_is_behind_a_jpeg_or_in_its_metadata_is_no_scan(pictures: Any) -> None:
+    """The video of a motion photo, and a thumbnail."""
+    photo = pictures.file(pictures.noise(96, 64), "JPEG")
+    video = b"\0\0\0\x18ftypmp42" + b"\xff\xda" * 1000
+    thumbnail = b"\xff\xe1" + (2 + 2000).to_bytes(2, "big") + b"\xff\xda" * 1000
+    for file in (photo + video, photo[:2] + thumbnail + photo[2:]):
+        assert decode_image(file).tobytes() == decode_image(photo).tobytes()
+    many = pictures.file(pictures.noise(96, 64), "JPEG", progressive=True)
+    end = many.rindex(b"\xff\xd9")
+    scan = many[many.rindex(b"\xff\xda") : end]
+    with pytest.raises(ImageError, match=r"a JPEG of \d+ scans, the limit is 64"):
+        decode_image(many[:end] + scan * 70 + many[end:] + video)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0",  # cut off
+        b"II*\0\x08\0\0\0\x02\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\x10\x01\x05\0\xff\xff\xff\xff\0\0\0\x7f\0\0\0\0",
+        b"no TIFF",
+    ],
+    ids=["cut off", "a tag of 4 billion values", "no header"],
+)
+def test_a_picture_with_broken_exif_is_read(pictures: Any, broken: bytes) -> None:
+    image = pictures.noise(96, 64)
+    plain, given = (decode_image(pictures.file(image, "JPEG", exif=b"Exif\0\0" + tags)) for tags in (b"", broken))
+    assert sorted(given.size) == sorted(plain.size)
+    assert given.size == plain.size or given.tobytes() == plain.transpose(Transpose.ROTATE_270).tobytes()
+    assert as_rgb(Image.open(io.BytesIO(pictures.file(image, "PNG", exif=broken)))).size in (
+        image.size,
+        image.size[::-1],
+    )
 
 
 def test_images_wait_while_others_fill_the_budget_of_pixels_and_a_larger_one_goes_alone() -> None:

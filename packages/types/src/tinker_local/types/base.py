@@ -72,15 +72,37 @@ class Frozen(BaseModel):
     __hash__ = None  # type: ignore[assignment]  # arrays have no hash
 
 
-_CHUNK_TAGS = {"encoded_text", "image", "image_asset_pointer"}
-"""pydantic adds the tag of a tagged union to an error's location, where it looks like a field."""
+_TAGS = {"encoded_text", "image", "image_asset_pointer", "text", "image_url", "tool_use", "tool_result"}
+"""Of the members of lists. pydantic adds the tag of a tagged union to an error's location, where it looks like a
+field."""
+
+_TYPES = {"str", "int", "float", "bool"}
+
+
+def _is_member(location: tuple[int | str, ...], place: int) -> bool:
+    """Whether that part of a location is the member of a union, and not a field."""
+    part, last = location[place], place == len(location) - 1
+    if place == 0 or isinstance(part, int):
+        return False
+    if isinstance(location[place - 1], int):
+        return part in _TAGS and not last
+    if part == location[place - 1]:
+        return not last
+    return (part in _TYPES and last) or part.endswith("]") or part in _class_names(Frozen)
+
+
+def _class_names(of: type) -> Iterator[str]:
+    for each in of.__subclasses__():
+        yield each.__name__
+        yield from _class_names(each)
 
 
 def _field_path(where: str, location: tuple[int | str, ...]) -> str:
-    for part in location:
-        if part in _CHUNK_TAGS:
-            continue
-        where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else part
+    member = False
+    for place, part in enumerate(location):
+        member = not member and _is_member(location, place)  # a field comes behind one
+        if not member:
+            where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else part
     return where
 
 

@@ -23,16 +23,16 @@ class NoAgreedRangeError(ValueError):
 def as_rgb(image: "Image") -> "Image":
     """`image` upright, opaque and with 8 bits per channel, in mode RGB.
 
-    EXIF rotation is applied. What is transparent is composited on white, as vLLM does. 16 bits of grey (modes I;16 and
-    I) become their upper 8, as 16 bits of colour do in Pillow. Everything else is Pillow's `convert("RGB")`: palettes
-    are resolved, grey is repeated, CMYK and other colours are converted.
+    EXIF rotation is applied, if EXIF can be read. What is transparent is composited on white, as vLLM does. 16 bits of
+    grey (modes I;16 and I) become their upper 8, as 16 bits of colour do in Pillow. Everything else is Pillow's
+    `convert("RGB")`: palettes are resolved, grey is repeated, CMYK and other colours are converted.
 
     Raises NoAgreedRangeError for floats (mode F), and for integers of 32 bits (mode I) that are negative or exceed 16
     bits, or that 8 bits would hold, where nothing says which of both they are.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image
 
-    upright = ImageOps.exif_transpose(image)
+    upright = _upright(image)
     if image.mode == "F":
         raise NoAgreedRangeError("a picture of floats (mode F) has no agreed range; convert it to 8 bits")
     if image.mode.startswith("I"):
@@ -43,6 +43,28 @@ def as_rgb(image: "Image") -> "Image":
     opaque = Image.new("RGB", rgba.size, WHITE)
     opaque.paste(rgba, mask=rgba.getchannel("A"))
     return opaque
+
+
+def _upright(image: "Image") -> "Image":
+    """Turned as EXIF says. Not by `ImageOps.exif_transpose`, which writes EXIF again and fails at tags that are
+    broken."""
+    from PIL import ExifTags
+    from PIL.Image import Transpose
+
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # what Pillow's readers of broken tags raise
+        return image
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+    return image.transpose(turns[orientation]) if orientation in turns else image
 
 
 def _bits_of(image: "Image") -> int:

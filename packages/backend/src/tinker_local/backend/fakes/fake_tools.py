@@ -47,11 +47,7 @@ class _Reader:
         self._shown = 0
         self._sent: dict[int, int] = {}
 
-    def whole(self, text: str, tokens: Sequence[int]) -> ReplyPiece:
-        """See `ReplyReader`."""
-        return self.add(text, tokens, last=True)
-
-    def add(self, text: str, tokens: Sequence[int], *, last: bool) -> ReplyPiece:
+    def add(self, text: str, tokens: Sequence[int], *, last: bool, cut: bool = False) -> ReplyPiece:
         """See `ReplyReader`."""
         self._text += text
         end = self._text.find("<")

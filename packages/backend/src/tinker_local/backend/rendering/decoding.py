@@ -20,7 +20,10 @@ MAX_PIXELS = 64 * 2**20
 MAX_SCANS = 64
 """Of a progressive JPEG, each of which is a pass over all pixels, whatever its bytes; encoders write about ten."""
 
-_START_OF_SCAN = b"\xff\xda"
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+"""A marker of a JPEG; in the data of a scan, other bytes behind 0xff belong to them."""
+_ALONE, _END, _SCAN = {0x01, 0xD8}, 0xD9, 0xDA
+"""Second bytes of markers: of those without a segment, of the end, and of the beginning of a scan."""
 
 
 class ImageError(ValueError):
@@ -95,6 +98,20 @@ def _open(data: bytes) -> "Image":
         raise ImageError(f"image of {pixels} pixels: no option allows more than {limit}") from error
     except Exception as error:  # PIL documents no closed set of what broken files raise
         raise ImageError(f"{len(data)} bytes that are not a readable PNG or JPEG file") from error
-    if opened.format != "PNG" and (scans := data.count(_START_OF_SCAN)) > MAX_SCANS:
+    if opened.format != "PNG" and (scans := _scans(data)) > MAX_SCANS:
         raise ImageError(f"a JPEG of {scans} scans, the limit is {MAX_SCANS}; save it again, or as PNG")
     return opened
+
+
+def _scans(data: bytes) -> int:
+    """How many scans a JPEG has. What is in its metadata does not count, as a thumbnail's, nor what comes behind its
+    end, as the video of a motion photo."""
+    at, scans = 0, 0
+    while found := _MARKER.search(data, at):
+        at, kind = found.end(), data[found.end() - 1]
+        if kind == _END:
+            break
+        if kind not in _ALONE:
+            at += int.from_bytes(data[at : at + 2], "big")
+        scans += kind == _SCAN
+    return scans

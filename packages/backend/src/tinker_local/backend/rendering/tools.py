@@ -58,13 +58,14 @@ class ReplyPiece:
 
 
 class ReplyReader(Protocol):
-    """Reads one reply, either with `whole` or with `add`. What is not a call is text."""
+    """Reads one reply. What is not a call is text."""
 
-    def whole(self, text: str, tokens: Sequence[int]) -> ReplyPiece:
-        """The whole reply; each call in one piece."""
+    def add(self, text: str, tokens: Sequence[int], *, last: bool, cut: bool = False) -> ReplyPiece:
+        """What more of the text and of the tokens gives. `last`: whether they are the end of the answer; `cut`: and
+        whether `max_tokens` ended it, where a call that has begun is not complete.
 
-    def add(self, text: str, tokens: Sequence[int], *, last: bool) -> ReplyPiece:
-        """What more of the text and of the tokens gives. `last`: whether they are the end of the answer."""
+        All pieces together are the same however the reply is divided.
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,20 +102,19 @@ class Reply:
 
     def whole(self, tokens: Sequence[int], reason: str | None) -> ReplyPiece:
         """All of it; `reason`: why it ended."""
-        text = self._so_far.add(self._read(tokens, reason), last=True)
-        return self._told(ReplyPiece(text) if self._reader is None else self._reader.whole(text, tokens))
+        return self.add(tokens, reason or "stop")
 
     def add(self, tokens: Sequence[int], reason: str | None) -> ReplyPiece:
         """Take more tokens; what can be shown now. `reason`: why it has ended, None while it goes on."""
         last = reason is not None
         text = self._so_far.add(self._read(tokens, reason), last=last)
-        return self._told(ReplyPiece(text) if self._reader is None else self._reader.add(text, tokens, last=last))
+        if self._reader is None:
+            return ReplyPiece(text)
+        piece = self._reader.add(text, tokens, last=last, cut=reason == "length")
+        self.called = self.called or bool(piece.calls)
+        return piece
 
     def _read(self, tokens: Sequence[int], reason: str | None) -> Sequence[int]:
         """Without the special token that ends a sequence."""
         ends = self._special and reason == "stop" and tokens and not self._codec.decode(tokens[-1:])
         return tokens[:-1] if ends else tokens
-
-    def _told(self, piece: ReplyPiece) -> ReplyPiece:
-        self.called = self.called or bool(piece.calls)
-        return piece

@@ -5,6 +5,8 @@ import logging
 import secrets
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tinker_local.backend.rendering.grammar import Grammar
@@ -13,6 +15,33 @@ from tinker_local.backend.vllm_engine.build_engine import prepare_environment, p
 from tinker_local.types import InvalidRequestError, UnsupportedError
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """What calls begin with in replies. `end`: what each one ends with."""
+
+    begins: tuple[str, ...]
+    end: str
+
+    def first(self, text: str) -> int:
+        """Where the first of them is in `text`, or may be when it goes on."""
+        whole = [at for mark in self.begins if (at := text.find(mark)) >= 0]
+        lengths = (length for mark in self.begins for length in range(1, len(mark)) if text.endswith(mark[:length]))
+        return min([*whole, len(text) - max(lengths, default=0)])
+
+    def last(self, text: str) -> int:
+        """Where the last of them is in `text`; its end without one."""
+        return max((at for mark in self.begins if (at := text.rfind(mark)) >= 0), default=len(text))
+
+
+_MARKS = {
+    "hermes": _Marks(("<tool_call>",), "</tool_call>"),
+    "qwen3_coder": _Marks(("<tool_call>", "<function="), "</function>"),
+    "mistral": _Marks(("[TOOL_CALLS]",), "}"),
+    "llama3_json": _Marks(("<|python_tag|>", "{"), "}"),
+}
+"""By parser. Replies to others are shown when they have ended."""
 
 _KINDS = ("json", "regex", "choice", "grammar", "structural_tag")
 
@@ -90,7 +119,9 @@ class VLLMTools:
         self._check(offered, grammar)
         # The schemas tell a reader the types of arguments.
         asked = asked.model_copy(update={"tools": tools})
-        return ReplyForm(grammar, not asked.skip_special_tokens, lambda: _Reader(made(self._tokenizer, tools), asked))
+        marks = None if offered.must or offered.only is not None else _MARKS.get(self._name)
+        parser = partial(made, self._tokenizer, tools)
+        return ReplyForm(grammar, not asked.skip_special_tokens, lambda: _Reader(parser, asked, marks))
 
     def _check(self, offered: OfferedTools, grammar: Grammar | None) -> None:
         """UnsupportedError for what was asked for and would be ignored."""
@@ -107,56 +138,77 @@ class VLLMTools:
 
 
 class _Reader:
-    """Implements `ReplyReader` with a parser of vLLM."""
+    """Implements `ReplyReader` with a parser of vLLM, which reads the reply once, when it has ended. Its own reading
+    piece by piece gives other calls and other text than that. Until then, text is shown up to where a call may begin.
+    """
 
-    def __init__(self, parser: Any, request: Any) -> None:
+    def __init__(self, parser: Any, request: Any, marks: _Marks | None) -> None:
+        """`marks`: None where text cannot be told from calls before the end."""
         self._parser = parser
         self._request = request
-        self._taken = self._shown = ""
-        self._called = False
+        self._marks = marks
+        self._text = ""
+        self._tokens: list[int] = []
+        self._shown = 0
 
-    def whole(self, text: str, tokens: Sequence[int]) -> ReplyPiece:
+    def add(self, text: str, tokens: Sequence[int], *, last: bool, cut: bool = False) -> ReplyPiece:
         """See `ReplyReader`."""
+        self._text += text
+        self._tokens += tokens
+        found = self._whole(cut) if last else ReplyPiece(self._before_calls(self._text).rstrip())
+        new = found.text[self._shown :]
+        self._shown += len(new)
+        return ReplyPiece(new, found.calls)
+
+    def _before_calls(self, text: str) -> str:
+        """What is text however the reply goes on."""
+        return "" if self._marks is None else text[: self._marks.first(text)]
+
+    def _whole(self, cut: bool) -> ReplyPiece:
+        """The text begins with `_before_calls`, but for blanks before a call."""
+        text, calls = self._text, self._parsed(self._text)
+        begun = self._marks.last(text) if self._marks is not None else 0
+        if cut and calls and not self._complete(text[begun:], calls[-1]):
+            # What it wrote is shown as text, never as a call.
+            before = text[:begun]
+            calls = self._parsed(before)
+            return ReplyPiece(self._without_calls(before, calls) + text[begun:], _pieces(calls))
+        return ReplyPiece(self._without_calls(text, calls), _pieces(calls))
+
+    def _complete(self, written: str, call: Any) -> bool:
+        """Whether a reply that was cut off has the end of its last call, which it wrote as `written`."""
+        if self._marks is not None and self._marks.end not in written:
+            return False
         try:
-            _, content, calls = self._parser.parse(
-                text, self._request, enable_auto_tools=True, model_output_token_ids=tokens
+            return isinstance(json.loads(call.arguments), dict)
+        except ValueError:
+            return False
+
+    def _parsed(self, text: str) -> Sequence[Any]:
+        """The calls that vLLM finds."""
+        self._content = text
+        try:
+            _, content, calls = self._parser().parse(
+                text, self._request, enable_auto_tools=True, model_output_token_ids=self._tokens
             )
         except Exception:  # models write anything
             log.exception("vLLM's tool parser failed; the reply is taken for text")
-            return ReplyPiece(text)
-        pieces = [
-            CallPiece(index, call.arguments, call.id or _new_id(), call.name) for index, call in enumerate(calls or ())
-        ]
-        # A parser may drop calls that were cut off, which can be the whole reply.
-        return ReplyPiece(content or ("" if pieces else text), tuple(pieces))
+            return ()
+        self._content = content or ""
+        return calls or ()
 
-    def add(self, text: str, tokens: Sequence[int], *, last: bool) -> ReplyPiece:
-        """See `ReplyReader`."""
-        piece = self._parsed(text, tokens, last)
-        self._taken += text
-        self._shown += piece.text
-        self._called = self._called or bool(piece.calls)
-        if last and not self._called and self._taken.startswith(self._shown):
-            # A parser holds back text that may be the start of a call. Some never return it if the reply ends there.
-            return ReplyPiece(piece.text + self._taken[len(self._shown) :])
-        return piece
-
-    def _parsed(self, text: str, tokens: Sequence[int], last: bool) -> ReplyPiece:
-        try:
-            delta = self._parser.parse_delta(text, list(tokens), self._request, prompt_token_ids=[], finished=last)
-        except Exception:
-            log.exception("vLLM's tool parser failed; a piece of the reply is taken for text")
-            return ReplyPiece(text)
-        if delta is None:
-            return ReplyPiece("")
-        return ReplyPiece(delta.content or "", tuple(_piece(call) for call in delta.tool_calls or ()))
+    def _without_calls(self, text: str, calls: Sequence[Any]) -> str:
+        """`text` without `calls`, which were parsed from it last. A parser may leave out calls that were cut off, which
+        can be the whole reply; and blanks."""
+        if not calls:
+            return text
+        before = self._before_calls(text).rstrip()
+        behind = self._content.strip().removeprefix(before.strip())
+        return before + behind
 
 
-def _piece(call: Any) -> CallPiece:
-    function = call.function
-    name = None if function is None else function.name
-    arguments = "" if function is None else function.arguments or ""
-    return CallPiece(call.index, arguments, None if name is None else call.id or _new_id(), name)
+def _pieces(calls: Sequence[Any]) -> tuple[CallPiece, ...]:
+    return tuple(CallPiece(index, call.arguments, call.id or _new_id(), call.name) for index, call in enumerate(calls))
 
 
 def _new_id() -> str:
