@@ -101,7 +101,7 @@ TURN = "TESTS_TURN"
 """The variable with the commit by which tests take turns; empty if they do not."""
 
 MORE_IN_TURN = "MORE_IN_TURN"
-"""The variable with how many commits it takes until every test with the mark `more` has run; 1 if it is not set."""
+"""The variable with n, if one of n tests with the mark `more` is to run, by the commit; 1 if it is not set."""
 
 TEXT, VISION = "tiny/text", "tiny/vision"
 """Names under which tests serve the two tiny models."""

@@ -122,8 +122,8 @@ def test_what_is_not_served_is_refused_by_name_on_fakes(
 @pytest.mark.parametrize(
     ("characters", "most", "reason"),
     [
-        (10_000, 2, r"prompt is too long: 1\d{4} tokens > 4096 maximum"),
-        (10**7, 2, r"prompt is too long: \d+ tokens > 4096 maximum"),
+        (10_000, 2, r"prompt is too long: 1\d{4} tokens > 4095 maximum"),
+        (10**7, 2, r"prompt is too long: \d+ tokens > 4095 maximum"),
         (1, 4096, r"input length and `max_tokens` exceed context limit: \d+ \+ 4096 > 4096"),
     ],
 )

@@ -297,7 +297,6 @@ def test_harmless_parameters_of_clients_are_taken_on_fakes(client: openai.OpenAI
         ],
         frequency_penalty=0,
         presence_penalty=0,
-        reasoning_effort="none",
         verbosity="medium",
         store=False,
         extra_body={"top_k": 0},

@@ -117,7 +117,10 @@ def test_tools_that_cannot_be_served_are_refused_by_name_on_fakes(
         asked(client, **given)
 
 
-@pytest.mark.parametrize("arguments", ["", "{}", '{"a": 1, "b', "null", "[1]", '"{}"', "no JSON"])
+@pytest.mark.parametrize(
+    "arguments",
+    ["", "{}", '{"a": 1, "b', "null", "[1]", '"{}"', "no JSON", '{"a": "\\ud83d"}', '{"a":' * 500 + "1" + "}" * 500],
+)
 def test_a_conversation_goes_on_after_a_call_with_arguments_that_are_no_object_on_fakes(
     client: openai.OpenAI, arguments: str
 ) -> None:

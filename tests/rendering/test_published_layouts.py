@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tinker_local.backend.rendering.hf_text import HFText
 from tinker_local.backend.rendering.text import ChatMessage, ToolCall
 from tinker_local.backend.tiny_models import make_tiny_vl_model
 from tinker_local.client.rl import Chat
+from tinker_local.client.rl.chat import ChatTemplateError
 from tinker_local.client.rl.environment import Message
 from tinker_local.types import EncodedTextChunk, InvalidRequestError
 from tinker_local.types.processor_templates import processor_template
@@ -184,8 +186,42 @@ def test_tools_that_only_the_language_models_template_has_are_rendered_with_pict
         text.chat([message], {}, go_on=False)
 
 
-def test_a_result_of_a_tool_that_no_template_has_is_refused(tiny: dict[str, Path]) -> None:
+def test_calls_and_results_of_tools_that_no_template_has_are_refused(tiny: dict[str, Path]) -> None:
     text, _ = text_of(tiny["gemma3"])
-    call = ToolCall("1", "look", "{}")
+    hi, call = ChatMessage("user", ("hi",)), ToolCall("1", "look", "{}")
     with pytest.raises(InvalidRequestError, match="this model's chat template has no calls of the assistant"):
-        text.chat([ChatMessage("user", ("hi",)), ChatMessage("assistant", (), (call,))], {}, go_on=False)
+        text.chat([hi, ChatMessage("assistant", (), (call,))], {}, go_on=False)
+    with pytest.raises(InvalidRequestError, match="this model's chat template has no results of tools"):
+        text.chat([hi, ChatMessage("tool", ("it rains",), answers=("1", "look"))], {}, go_on=False)
+
+
+def test_gemmas_pictures_in_the_text_of_a_template_with_tools(
+    tiny: dict[str, Path], tmp_path: Path, pictures: Pictures
+) -> None:
+    folder = shutil.copytree(tiny["gemma3"], tmp_path / "model")
+    as_qwen25_vl(folder)
+    text, pad = text_of(folder)
+    chunk = pictures.chunk(pictures.noise(56, 56), expected_tokens=4)
+    found = text.chat([ChatMessage("user", ("a", chunk))], {}, go_on=False, functions=[{"name": "look"}])
+    tokens = flat(found.chunks, pad)
+    assert tokens.count(pad) == 4
+    assert "Tools: " in text.decode_all(tokens)
+
+
+def test_a_program_that_uses_tools_is_told_that_the_processors_template_has_none(tiny: dict[str, Path]) -> None:
+    tokenizer = Rendering(tiny["qwen2_5_vl"]).processor.tokenizer
+    bare = "{% for message in messages %}{{ message.role }}: {{ message.content }}{% endfor %}"
+    with pytest.raises(ChatTemplateError, match="has no tools"):
+        Chat(tokenizer, template=bare, options={"tools": [{"name": "look"}]})
+    with pytest.raises(ChatTemplateError, match="has no tool_calls"):
+        Chat(tokenizer, template=bare).render([{"role": "assistant", "content": "", "tool_calls": [{}]}])
+
+
+def test_a_template_is_found_where_the_tokenizer_came_from(tiny: dict[str, Path], tmp_path: Path) -> None:
+    """`use_served_names` redirects the loaders of names that are folders of the server."""
+    folder = shutil.copytree(tiny["qwen2_5_vl"], tmp_path / "copy")
+    as_qwen25_vl(folder)
+    tokenizer = Rendering(folder).processor.tokenizer
+    info = SimpleNamespace(model_data=SimpleNamespace(tokenizer_id=str(folder)))
+    client: Any = SimpleNamespace(get_info=lambda: info, get_tokenizer=lambda: tokenizer)
+    assert Chat.of(client)._template == json.loads((folder / "chat_template.json").read_text())["chat_template"]

@@ -27,7 +27,7 @@ async def test_a_seed_repeats_whatever_runs_beside_it(text: Any) -> None:
 @pytest.mark.mutation(
     "neighbouring-seeds-share",
     "SampleWork.seeds",
-    "return [_63_bits(hashed, self.first_sample + index) for index in range(self.num_samples)]",
+    "return [self.seeded(str(self.first_sample + index)) for index in range(self.num_samples)]",
     "return [(self.params.seed + self.first_sample + index) % 2**63 for index in range(self.num_samples)]",
 )
 async def test_samples_of_one_seed_and_of_neighbouring_seeds_are_all_different(text: Any) -> None:
@@ -75,7 +75,7 @@ def test_prompts_with_one_seed_have_random_numbers_of_their_own() -> None:
 
 @pytest.mark.mutation(
     "prompts-share-random-numbers",
-    "SampleWork.seeds",
+    "SampleWork.seeded",
     " + self.prompt.token_ids.tobytes()",
     "",
 )

@@ -40,6 +40,7 @@ def test_all_that_start_processes_have_their_turn_where_they_are_asked_to_take_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(conftest.TURN, "0")
+    monkeypatch.delenv(conftest.MORE_IN_TURN, raising=False)
     nodes = [f"tests/a.py::test_{number}" for number in range(60)]
     assert left(nodes, more=0) == nodes
     monkeypatch.setenv(conftest.MORE_IN_TURN, "3")

@@ -79,28 +79,30 @@ field."""
 _TYPES = {"str", "int", "float", "bool"}
 
 
-def _is_member(location: tuple[int | str, ...], place: int) -> bool:
-    """Whether that part of a location is the member of a union, and not a field."""
+def _is_member(location: tuple[int | str, ...], place: int, missing: bool) -> bool:
+    """Whether that part of a location is the member of a union, and not a field. `missing`: the last part is a field
+    that is missing."""
     part, last = location[place], place == len(location) - 1
     if place == 0 or isinstance(part, int):
         return False
     if isinstance(location[place - 1], int):
-        return part in _TAGS and not last
+        return part in _TAGS and not (last and missing)
     if part == location[place - 1]:
-        return not last
+        return not (last and missing)
     return (part in _TYPES and last) or part.endswith("]") or part in _class_names(Frozen)
 
 
 def _class_names(of: type) -> Iterator[str]:
-    for each in of.__subclasses__():
+    subclasses: list[type] = of.__subclasses__()
+    for each in subclasses:
         yield each.__name__
         yield from _class_names(each)
 
 
-def _field_path(where: str, location: tuple[int | str, ...]) -> str:
+def _field_path(where: str, location: tuple[int | str, ...], missing: bool) -> str:
     member = False
     for place, part in enumerate(location):
-        member = not member and _is_member(location, place)  # a field comes behind one
+        member = not member and _is_member(location, place, missing)  # a field comes behind one
         if not member:
             where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else part
     return where
@@ -110,7 +112,7 @@ def user_message(error: ValidationError, where: str = "") -> str:
     """One sentence for a user out of a pydantic error: field paths below `where` and reasons, joined by '; '."""
     parts = []
     for item in error.errors(include_url=False, include_context=False):
-        path = _field_path(where, item["loc"])
+        path = _field_path(where, item["loc"], item["type"] == "missing")
         reason = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             reason = "this field is not supported by this server"

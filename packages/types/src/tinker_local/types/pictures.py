@@ -51,6 +51,7 @@ def _upright(image: "Image") -> "Image":
     from PIL import ExifTags
     from PIL.Image import Transpose
 
+    image.load()  # an error of the pixels is none of EXIF, for which Pillow may read them
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # what Pillow's readers of broken tags raise

@@ -14,6 +14,6 @@ def processor_template(model: str) -> str | None:
 
     try:
         found = ProcessorMixin.get_processor_dict(model)[0].get("chat_template")
-    except (OSError, ValueError):  # there is no such model
+    except OSError:  # there is no such model, or its files cannot be had
         return None
     return found.get("default") if isinstance(found, Mapping) else found

@@ -195,6 +195,7 @@ class MessagesBody(Conversation):
         """As the sampler takes them; ValueError."""
         given = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
         given["stop"] = self.stop_sequences or None
+        given["top_k"] = given["top_k"] or None  # 0: no limit
         try:
             return SamplingParams.model_validate({name: value for name, value in given.items() if value is not None})
         except ValidationError as error:

@@ -16,7 +16,7 @@ from tinker_local.backend.http.event_stream import WholeAnswer, begun, event, un
 from tinker_local.backend.http.openai_answers import whole
 from tinker_local.backend.http.openai_routes import model_of
 from tinker_local.backend.http.sampling_routes import body_limits
-from tinker_local.backend.rendering.tools import OfferedTools, Reply, ReplyForm, ReplyPiece
+from tinker_local.backend.rendering.tools import CallPiece, OfferedTools, Reply, ReplyForm, ReplyPiece
 from tinker_local.backend.threads import ENCODING
 from tinker_local.types import ModelInput, SampleOutput
 from tinker_local.types.requests_and_results import StopReason
@@ -113,10 +113,19 @@ def _whole_message(
 def _input(arguments: str) -> Json:
     """A call's arguments; under their own name if they are cut off, or no object."""
     try:
-        found = json.loads(arguments)
-    except ValueError:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {"arguments": arguments}
+
+
+def _streamed(call: CallPiece) -> str:
+    """What a client puts together to the input of a call. Clients send it back, and it has to be an object."""
+    try:
+        is_whole = call.id is not None and not isinstance(json.loads(call.arguments), dict)
+    except (ValueError, RecursionError):  # a part
+        return call.arguments
+    return json.dumps(_input(call.arguments)) if is_whole else call.arguments
 
 
 class _Blocks:
@@ -144,7 +153,7 @@ class _Blocks:
                 block: Json = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
                 parts.append(self.end() + self._start(call.index, block))
             if call.arguments and self._open == call.index:
-                parts.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
+                parts.append(self._delta({"type": "input_json_delta", "partial_json": _streamed(call)}))
         return b"".join(parts)
 
     def end(self) -> bytes:

@@ -76,7 +76,7 @@ def body_of(error: ApiError, api: Api) -> dict[str, Any]:
         if sampled:
             text = f"input length and `max_tokens` exceed context limit: {tokens} + {sampled} > {limit}"
         else:
-            text = f"prompt is too long: {tokens} tokens > {limit} maximum"
+            text = f"prompt is too long: {tokens} tokens > {limit - 1} maximum"  # and one to be sampled
         return error_body(text, error.status, api)
     body = error_body(text, error.status, api)
     told = {"message": f"This model's maximum context length is {limit} tokens. {text}"}
@@ -104,7 +104,7 @@ def _reason(item: Mapping[str, Any]) -> str:
     return f"{field}: {reason}" if item["type"] == "missing" else f"{field}: {reason}, not {item['input']!r}"
 
 
-OF_OPENAI_BELOW_V1 = ("/chat/completions", "/completions", "/models")
+OF_OPENAI_BELOW_V1 = ("/chat/completions", "/completions", "/models", "/responses")
 """What OpenAI's clients ask for without `/v1` in their base_url."""
 
 

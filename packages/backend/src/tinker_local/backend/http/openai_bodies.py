@@ -93,7 +93,7 @@ class StreamOptions(Frozen):
 
 
 class Body(Frozen):
-    """What both kinds of requests have. `top_k`, with SamplingParams' meaning, and `structured_outputs` are vLLM's."""
+    """What both kinds of requests have. `top_k` (0: no limit) and `structured_outputs` are vLLM's."""
 
     model: ModelName
     stream: bool | None = None
@@ -165,7 +165,7 @@ class ChatBody(Body):
     functions: Annotated[Any, only([])] = None
     function_call: Annotated[Any, only("none")] = None
     modalities: Annotated[Any, only(["text"])] = None
-    reasoning_effort: Annotated[Any, only("none")] = None
+    reasoning_effort: Unsupported = None
     verbosity: Annotated[Any, only("medium")] = None
     prediction: Unsupported = None
     audio: Unsupported = None

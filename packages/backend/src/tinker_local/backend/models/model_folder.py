@@ -120,7 +120,9 @@ def _has_gguf(folder: Path) -> bool:
 def _config(folder: Path, found: ModelFiles) -> dict[str, Any] | None:
     path = folder / "config.json"
     if not path.is_file():
-        found.problems.append(f"{folder} holds no config.json")
+        found.problems.append(
+            f"{folder} holds no config.json; give a model's folder, with config.json, tokenizer and *.safetensors"
+        )
         return None
     try:
         config = json.loads(path.read_bytes())

@@ -187,7 +187,7 @@ class _Pickler(pickle.Pickler):
             return kind, tuple([getattr(obj, name) for name in kind.__dataclass_fields__])
         if kind.__module__ == "torch" and kind.__name__ == "Tensor":  # of vLLM's images; torch may not be imported
             return as_torch, (as_numpy(obj),)
-        return (kind, (str(obj),)) if isinstance(obj, ApiError) else NotImplemented
+        return (kind, (str(obj),), vars(obj) or None) if isinstance(obj, ApiError) else NotImplemented
 
 
 class _Unpickler(pickle.Unpickler):

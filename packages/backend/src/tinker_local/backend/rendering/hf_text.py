@@ -41,6 +41,9 @@ _TOOL_WORDS = {"tools": "tools", "tool_calls": "calls of the assistant", "tool":
 
 KEPT_TOKENS = 2**16
 
+MOST_LEVELS = 64
+"""Of nested arguments. Deeper ones, which no person writes, are text."""
+
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", *_PARAMETERS})
 """Variables of a template, and parameters of `apply_chat_template`, that requests may not set."""
 
@@ -178,10 +181,14 @@ class HFText:
         try:
             try:
                 text = rendered(as_object=False)
+            except InvalidRequestError:
+                raise
             except Exception:  # templates raise what Jinja or their own expressions raise
                 if all(isinstance(_arguments(call.arguments), dict) for message in messages for call in message.calls):
                     raise
                 text = rendered(as_object=True)  # one that goes through the names of arguments
+        except InvalidRequestError:
+            raise
         except Exception as error:
             roles = ", ".join(message.role for message in messages)
             log.info("a chat template failed", exc_info=error)
@@ -259,7 +266,11 @@ class HFText:
 
     def _words(self, template: str | None, functions: Sequence[Mapping[str, Any]]) -> set[str]:
         """Among them are the variables of the template. The tokenizer's may be another one with tools."""
-        return set(_WORD.findall(template or self._tokenizer.get_chat_template(tools=list(functions) or None)))
+        try:
+            found = template or self._tokenizer.get_chat_template(tools=list(functions) or None)
+        except ValueError:  # there are several, and none is the default one
+            return set()
+        return set(_WORD.findall(found))
 
     def _marks(self, as_tokens: Collection[str]) -> tuple["_Marks", "_Marks"]:
         """Of texts in general, and of an assistant's."""
@@ -356,11 +367,18 @@ def _arguments(written: str, as_object: bool = False) -> Any:
         return {}
     try:
         found = json.loads(written)
+        usable = isinstance(found, dict) and _depth(found) <= MOST_LEVELS
     except (ValueError, RecursionError):
-        found = None
-    if isinstance(found, dict):
+        usable = False
+    if usable and not _LONE_SURROGATE.search(json.dumps(found, ensure_ascii=False)):
         return found
     return {"arguments": written} if as_object else written
+
+
+def _depth(value: Any) -> int:
+    """How deep arrays and objects of JSON are nested; RecursionError."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
 
 
 def _tool_words(messages: Sequence[ChatMessage], functions: Sequence[Mapping[str, Any]]) -> set[str]:

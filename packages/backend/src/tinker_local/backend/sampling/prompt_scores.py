@@ -5,7 +5,6 @@ Row r of a prompt of P positions, 0 <= r < P - 1, is about position r + 1: the m
 distribution there, and the scored token is the image pad's id.
 """
 
-import hashlib
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -160,7 +159,7 @@ def prompt_questions(work: SampleWork, vocab_size: int) -> PromptQuestions | Non
         targets = _targets(work.target_prompt_logprobs, length, vocab_size)
     draws = None
     if work.prompt_alt_tokens_k:
-        draws = Draws(work.prompt_alt_tokens_k, work.params.temperature, _key(work.params.seed))
+        draws = Draws(work.prompt_alt_tokens_k, work.params.temperature, _key(work))
     if not (work.prompt_logprobs or work.topk_prompt_logprobs or targets or draws):
         return None
     return PromptQuestions(
@@ -234,8 +233,6 @@ def _targets(request: TensorData, length: int, vocab_size: int) -> Targets:
     return Targets(rows, ids, cells, request)
 
 
-def _key(seed: int | None) -> int:
+def _key(work: SampleWork) -> int:
     """63 bits, independent of samples with the same seed."""
-    if seed is None:
-        return secrets.randbits(63)
-    return int.from_bytes(hashlib.sha256(f"{seed}/alternatives".encode()).digest()[:8], "big") >> 1
+    return secrets.randbits(63) if work.params.seed is None else work.seeded("alternatives")

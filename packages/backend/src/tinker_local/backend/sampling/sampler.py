@@ -81,22 +81,21 @@ class SampleWork:
     def seeds(self) -> list[int] | None:
         """63 bits for each sequence; None without a seed.
 
-        The prompt is hashed as well. With one seed for many prompts, as RL programs have it, all would draw with the
-        same random numbers otherwise, and a batch would teach less than it seems to. vLLM takes seed + index for each,
-        so that neighbouring seeds share samples, and fails beyond 64 bits.
+        vLLM takes seed + index for each, so that neighbouring seeds share samples, and fails beyond 64 bits.
         """
         if self.params.seed is None:
             return None
+        return [self.seeded(str(self.first_sample + index)) for index in range(self.num_samples)]
+
+    def seeded(self, what: str) -> int:
+        """63 bits for `what`, from the seed and the prompt.
+
+        With one seed for many prompts, as RL programs have it, all would draw with the same random numbers otherwise,
+        and a batch would teach less than it seems to.
+        """
         images = [(placed.offset, placed.image.content_hash) for placed in self.prompt.images]
-        hashed = hashlib.sha256(f"{self.params.seed}/{images}/".encode() + self.prompt.token_ids.tobytes())
-        return [_63_bits(hashed, self.first_sample + index) for index in range(self.num_samples)]
-
-
-def _63_bits(hashed: "hashlib._Hash", index: int) -> int:
-    """Of `hashed` and a number."""
-    own = hashed.copy()
-    own.update(f"/{index}".encode())
-    return int.from_bytes(own.digest()[:8], "big") >> 1
+        given = f"{self.params.seed}/{images}/{what}/".encode() + self.prompt.token_ids.tobytes()
+        return int.from_bytes(hashlib.sha256(given).digest()[:8], "big") >> 1
 
 
 class Sampler(Protocol):

@@ -88,7 +88,7 @@ class VLLMTools:
                     )
                     for level in ("auto", "function")
                 ]
-            except TypeError as error:
+            except (TypeError, ImportError) as error:
                 raise ValueError(f"the tool parser {name!r} does not suit this model: {error}") from error
 
     def form(self, offered: OfferedTools) -> ReplyForm:

@@ -32,6 +32,7 @@ MARK = f"{_OPEN}here{_CLOSE}"
 
 _ASKED = f"{_OPEN}asked{_CLOSE}"
 THINK, END_THINK = _THOUGHT_MARKS = ("<think>", "</think>")
+_WORD = re.compile(r"[A-Za-z_]\w*")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _UNREADABLE = (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError)
 
@@ -113,7 +114,10 @@ class Chat:
             processor = AutoImageProcessor.from_pretrained(model)
         except (OSError, ValueError):  # a language model has none; an image then raises an error
             return cls(client.get_tokenizer(), None, **settings)
-        return cls(client.get_tokenizer(), processor, **{"template": processor_template(model), **settings})
+        tokenizer = client.get_tokenizer()
+        # From where the tokenizer came, which may be a copy of the server's files (`served_names.py`).
+        template = processor_template(getattr(tokenizer, "name_or_path", "") or model)
+        return cls(tokenizer, processor, **{"template": template, **settings})
 
     @property
     def stop(self) -> list[int]:
@@ -142,6 +146,7 @@ class Chat:
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool = True) -> str:
         """The template's text of `messages`, whose content is protected; `generate` adds a generation prompt."""
+        self._check_tools(messages)
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -155,6 +160,16 @@ class Chat:
         except Exception as error:  # templates raise what Jinja or their own expressions raise
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ChatTemplateError(f"chat template: cannot render messages of {roles}: {error}") from error
+
+    def _check_tools(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """ChatTemplateError for tools that a given template, as a processor's, would leave out without a word."""
+        needed = {"tools": bool(self._options.get("tools"))}
+        needed["tool_calls"] = any(message.get("tool_calls") for message in messages)
+        used = [word for word, is_used in needed.items() if is_used]
+        if self._template is not None and used and not {*used} <= {*_WORD.findall(self._template)}:
+            raise ChatTemplateError(
+                f"chat template: has no {', '.join(used)}; pass template=tokenizer.chat_template if that one has"
+            )
 
     def content(self, message: Message, where: str) -> tuple[dict[str, Any], list[tinker.types.ImageChunk]]:
         """`message` as input of the template, and its images in order. It decodes and encodes images, so do not call it
