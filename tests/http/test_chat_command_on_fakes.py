@@ -47,13 +47,17 @@ def replies(result: Result) -> list[str]:
     return result.output.split("\n")[:-1]
 
 
+GREEDY = ("--temperature", "0")
+"""What is drawn at another temperature depends on the whole conversation."""
+
+
 def test_pictures_stay_in_the_conversation_until_reset_on_fakes(loopback_server: LoopbackServer, picture: Path) -> None:
     """The fake's reply depends on the last picture that it has seen."""
-    (plain,) = replies(chat(loopback_server, "hi\n", "--system", "be"))
-    (option,) = replies(chat(loopback_server, "hi\n", "--image", str(picture)))
+    (plain,) = replies(chat(loopback_server, "hi\n", "--system", "be", *GREEDY))
+    (option,) = replies(chat(loopback_server, "hi\n", "--image", str(picture), *GREEDY))
     assert option != plain
     lines = f"/image {picture}\nhi\nhi\n\n/reset\nhi\n/quit\nnever\n"
-    assert replies(chat(loopback_server, lines, "--system", "be")) == [option, option, plain]
+    assert replies(chat(loopback_server, lines, "--system", "be", *GREEDY)) == [option, option, plain]
 
 
 def test_a_picture_in_another_format_than_the_servers_is_sent_as_one_on_fakes(

@@ -41,7 +41,7 @@ _TOOL_WORDS = {"tools": "tools", "tool_calls": "calls of the assistant", "tool":
 
 KEPT_TOKENS = 2**16
 
-MOST_LEVELS = 64
+_LEVELS = 64
 """Of nested arguments. Deeper ones, which no person writes, are text."""
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", *_PARAMETERS})
@@ -367,7 +367,7 @@ def _arguments(written: str, as_object: bool = False) -> Any:
         return {}
     try:
         found = json.loads(written)
-        usable = isinstance(found, dict) and _depth(found) <= MOST_LEVELS
+        usable = isinstance(found, dict) and _depth(found) <= _LEVELS
     except (ValueError, RecursionError):
         usable = False
     if usable and not _LONE_SURROGATE.search(json.dumps(found, ensure_ascii=False)):
