@@ -14,6 +14,6 @@ def processor_template(model: str) -> str | None:
 
     try:
         found = ProcessorMixin.get_processor_dict(model)[0].get("chat_template")
-    except OSError:  # there is no such model, or its files cannot be had
+    except OSError:  # the model does not exist, or its files cannot be fetched
         return None
     return found.get("default") if isinstance(found, Mapping) else found
