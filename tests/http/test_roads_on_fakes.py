@@ -20,6 +20,9 @@ NAMESPACE = "/src/tinker_local/"
 LONGEST = {"a `forward_backward`": 27, "a sample": 30, "a save": 39}
 """Files of each road. They were 40, 35 and 44 when each step had a module."""
 
+WATCHES = ("stalls", "housekeeping", "autosaves", "examination")
+"""Tasks that run now and then beside requests."""
+
 
 def told(road: str) -> list[str]:
     """The files that CONTRIBUTING.md names on the way, each where it is named first; not those of a real model."""
@@ -53,6 +56,15 @@ class Road:
 
 
 @pytest.fixture
+async def no_watches(api: Any) -> None:
+    """End the watches: each would enter its files on the road that is travelled at its time."""
+    watches = [task for task in asyncio.all_tasks() if task.get_name() in WATCHES]
+    assert {"stalls", "housekeeping"} <= {task.get_name() for task in watches}
+    for task in watches:
+        task.cancel()
+
+
+@pytest.fixture
 async def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run what is meant for a thread at once instead, so that there is one order."""
     loop = asyncio.get_running_loop()
@@ -82,7 +94,7 @@ async def travelled(api: Any, path: str, **content: Any) -> list[str]:
 
 
 async def test_roads_in_contributing_are_those_of_a_second_request_on_fakes(
-    api: Any, one_thread: None, make_datum: Any
+    api: Any, one_thread: None, no_watches: None, make_datum: Any
 ) -> None:
     session = await api.session()
     model = await api.model(session)
