@@ -26,7 +26,7 @@ RUN = ["first-ten-minutes", "your-own-pictures", "rl-with-images", "cookbook", "
 RUN_ELSEWHERE = {
     "README": "its commands are those of pages that run (test_documented_code.py), or say why they are not run",
     "extending": "tests/http/test_http_extending_on_fakes.py and tests/e2e/test_extending_on_engines.py",
-    "endpoints": "tests/http/test_http_streams_on_fakes.py",
+    "endpoints": "tests/http/test_http_streams_on_fakes.py and tests/e2e/test_token_ids_on_real_models.py",
     "supported": "tests/families/test_gpt_oss.py",
     "scaling": "needs several GPUs; tests/e2e/test_ranks_over_http.py starts such servers",
     "operations": "names folders, users and services of a server: /srv, /etc, /var, systemd, nginx",

@@ -147,6 +147,54 @@ async def test_with_keys_the_server_has_any_name_on_fakes(start_api: StartApi) -
     assert (await api.get("healthz")).status_code == 200
 
 
+PAGE = "https://app.example.org"
+
+
+@pytest.mark.mutation(
+    "pages-of-any-origin", "create_app", "allow_origins=backend.options.cors_origins", 'allow_origins=["*"]'
+)
+@pytest.mark.parametrize("keys", [None, [KEY]])
+async def test_web_pages_of_origins_that_are_named_may_use_the_server_on_fakes(
+    start_api: StartApi, keys: list[str] | None
+) -> None:
+    api = await start_api(api_keys=keys, cors_origins=(PAGE, "http://localhost:3000"))
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
+    path, key = "/v1/chat/completions", {"Authorization": f"Bearer {KEY}"}
+    body = {"model": "fake/bigram", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    for origin, allowed in ((PAGE, True), ("http://localhost:3000", True), ("https://evil.example", False)):
+        page = {"Origin": origin}
+        before = await api.http.options(path, headers=page | asks)  # as browsers ask: without a key
+        answers = [before, await api.http.post(path, json=body, headers=page | key)]
+        if keys:  # what is refused can be read, too
+            answers.append(await api.http.post(path, json=body, headers=page | {"Authorization": "Bearer tml-wrong"}))
+            assert answers[-1].status_code == 401
+        for answer in answers:
+            assert answer.headers.get("Access-Control-Allow-Origin") == (origin if allowed else None)
+            assert "Access-Control-Allow-Credentials" not in answer.headers
+        assert before.status_code == (200 if allowed else 400)
+        assert answers[1].status_code == (200 if allowed or keys else 403)
+        if allowed:
+            assert "authorization" in before.headers["Access-Control-Allow-Headers"].lower()
+    stream = await api.http.post(path, json=body | {"stream": True}, headers={"Origin": PAGE} | key)
+    assert stream.headers["Access-Control-Allow-Origin"] == PAGE
+    assert stream.text.endswith("data: [DONE]\n\n")
+
+
+async def test_without_origins_no_page_of_another_site_reads_an_answer_on_fakes(start_api: StartApi) -> None:
+    api = await start_api(api_keys=[KEY])
+    for method in ("OPTIONS", "GET"):
+        answer = await api.http.request(
+            method, "/v1/models", headers={"Origin": PAGE, "Authorization": f"Bearer {KEY}"}
+        )
+        assert not [name for name in answer.headers if name.lower().startswith("access-control")]
+
+
+@pytest.mark.parametrize("origin", ["*", "app.example.org", f"{PAGE}/", "https://*.example.org", "null", PAGE.upper()])
+def test_what_is_no_origin_is_refused_at_the_start_on_fakes(refused: Any, origin: str) -> None:
+    said = " ".join(refused("--cors-origin", origin).split())
+    assert "an origin is http://HOST[:PORT] or https://HOST[:PORT]" in said
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
 def test_address_that_others_reach_needs_a_key_file_on_fakes(refused: Any, host: str) -> None:
     assert "--api-key-file" in refused("--host", host)

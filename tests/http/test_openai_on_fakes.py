@@ -1,6 +1,7 @@
 """OpenAI's own client against this server: chat, completions, streams, images, logprobs, and what is refused."""
 
 import base64
+import hashlib
 import io
 import json
 import threading
@@ -169,6 +170,134 @@ def test_completions_of_several_prompts_on_fakes(client: openai.OpenAI, server: 
     assert short.usage.completion_tokens <= 16
 
 
+IDS: Any = {"return_token_ids": True}
+
+
+@pytest.mark.mutation(
+    "ids-of-shown-text-alone",
+    "events",
+    "or logprobs is not None or ids or (reason",
+    "or logprobs is not None or (reason",
+)
+def test_token_ids_are_in_whole_answers_and_in_streams_on_fakes(client: openai.OpenAI) -> None:
+    """Of every token, also of those that show no text: EOS, and what may become a stop."""
+    settings: Any = {"model": MODEL, "seed": 6, "n": 2, "stop": ["qqqq", "zz"], "extra_body": IDS}
+    prompt = [ord(letter) for letter in "user:hi\nassistant:"]
+    chat = client.chat.completions.create(messages=HI, **settings).model_dump()
+    assert chat["prompt_token_ids"] == prompt
+    assert "prompt_images" not in chat
+    texts: Any = {"prompt": ["ab", [99, 100]], **settings, "max_tokens": 40}
+    completions = client.completions.create(**texts).model_dump()
+    for choices in (chat["choices"], completions["choices"]):
+        assert len({tuple(choice["token_ids"]) for choice in choices}) == len(choices)
+    read = [choice["prompt_token_ids"] for choice in completions["choices"]]
+    assert read == [[97, 98], [97, 98], [99, 100], [99, 100]]
+    assert "prompt_token_ids" not in completions
+    for whole, chunks in (
+        (chat, client.chat.completions.create(messages=HI, **settings, stream=True)),
+        (completions, client.completions.create(**texts, stream=True)),
+    ):
+        tokens: dict[int, list[int]] = {}
+        prompts: dict[Any, list[int]] = {}
+        for chunk in (one.model_dump() for one in chunks):
+            (choice,) = chunk["choices"]
+            tokens.setdefault(choice["index"], []).extend(choice.get("token_ids") or [])
+            for at, given in ((None, chunk), (choice["index"], choice)):
+                if "prompt_token_ids" in given:
+                    assert at not in prompts
+                    prompts[at] = given["prompt_token_ids"]
+        assert tokens == {choice["index"]: choice["token_ids"] for choice in whole["choices"]}
+        assert prompts == ({None: prompt} if whole is chat else dict(enumerate(read)))
+    plain = client.chat.completions.create(model=MODEL, messages=HI, max_tokens=2).model_dump()
+    assert "prompt_token_ids" not in plain
+    assert "token_ids" not in plain["choices"][0]
+
+
+def test_images_among_token_ids_have_their_hash_and_place_on_fakes(client: openai.OpenAI) -> None:
+    image = base64.b64decode(png())
+    picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png()}"}}
+    content: Any = [{"type": "text", "text": "ab"}, picture, {"type": "text", "text": "c"}]
+    messages: Any = [{"role": "user", "content": content}]
+    said = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=2, extra_body=IDS).model_dump()
+    (placed,) = said["prompt_images"]
+    assert placed["sha256"] == hashlib.sha256(image).hexdigest()
+    ids, end = said["prompt_token_ids"], placed["offset"] + placed["length"]
+    assert "".join(map(chr, ids[: placed["offset"]])) == "user:ab"
+    assert "".join(map(chr, ids[end:])) == "c\nassistant:"
+    assert len({*ids[placed["offset"] : end]}) == 1
+
+
+def test_tokens_of_logprobs_are_ids_if_asked_on_fakes(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "seed": 6, "max_tokens": 5, "extra_body": {**IDS, "return_tokens_as_token_ids": True}}
+    chat = client.chat.completions.create(messages=HI, logprobs=True, top_logprobs=2, **asked).model_dump()
+    (choice,) = chat["choices"]
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in choice["token_ids"]]
+    for entry in content:
+        ids = [int(other["token"].removeprefix("token_id:")) for other in entry["top_logprobs"]]
+        assert [[*chr(one).encode()] for one in ids] == [other["bytes"] for other in entry["top_logprobs"]]
+    texts = client.completions.create(prompt="ab", logprobs=2, **asked).model_dump()["choices"][0]
+    assert texts["logprobs"]["tokens"] == [f"token_id:{token}" for token in texts["token_ids"]]
+    assert all(name in top for name, top in zip(*map(texts["logprobs"].get, ("tokens", "top_logprobs")), strict=True))
+
+
+def test_echo_begins_with_the_prompt_on_fakes(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "prompt": ["abc", [100, 101]], "echo": True, "seed": 2, "max_tokens": 4}
+    plain = client.completions.create(**{**asked, "echo": False}, logprobs=1)
+    echoed = client.completions.create(**asked, logprobs=True)
+    assert [choice.text for choice in echoed.choices] == [
+        said + choice.text for said, choice in zip(("abc", "de"), plain.choices, strict=True)
+    ]
+    for said, choice, without in zip(("abc", "de"), echoed.choices, plain.choices, strict=True):
+        found, rest = choice.logprobs, without.logprobs
+        assert found is not None
+        assert rest is not None
+        assert found.tokens == [*said, *(rest.tokens or [])]
+        assert found.token_logprobs is not None
+        assert found.token_logprobs[0] is None
+        assert found.token_logprobs[len(said) :] == rest.token_logprobs
+        assert found.top_logprobs is not None
+        assert found.top_logprobs[0] is None
+        assert found.text_offset == [*range(len(said)), *(len(said) + at for at in rest.text_offset or [])]
+    streamed = dict.fromkeys(range(2), "")
+    for chunk in client.completions.create(**asked, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert [*streamed.values()] == [choice.text for choice in echoed.choices]
+    nothing = client.completions.create(**{**asked, "max_tokens": 0})
+    assert [choice.text for choice in nothing.choices] == ["abc", "de"]
+    assert nothing.usage is not None
+    assert (nothing.usage.prompt_tokens, nothing.usage.completion_tokens) == (5, 0)
+    assert client.completions.create(**{**asked, "logprobs": False}).choices[0].logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "reason"),
+    [
+        ({"max_tokens": 0}, "max_tokens", "only for echo=true"),
+        ({"echo": True, "stream": True, "logprobs": 1}, "echo", "stream=false"),
+        ({"echo": True, "prompt": ["a" * 1000] * 60, "n": 5, "logprobs": 20}, "logprobs", "60000 of prompts"),
+        ({"logprobs": 21}, "logprobs", "20"),
+        ({"presence_penalty": 3}, "presence_penalty", "2"),
+    ],
+)
+def test_what_completions_refuse_is_named_on_fakes(
+    client: openai.OpenAI, fields: dict[str, Any], param: str, reason: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=reason) as refused:
+        client.completions.create(**{"model": MODEL, "prompt": "ab", "max_tokens": 4, **fields})
+    assert refused.value.param == param, refused.value.message
+
+
+def test_penalties_reach_the_sampler_on_fakes(client: openai.OpenAI) -> None:
+    """The numbers are tested in vLLM (`tests/sampling/test_penalties.py`)."""
+    asked: Any = {"model": MODEL, "prompt": "ab", "max_tokens": 30, "seed": 1, "n": 16}
+    given: list[Any] = [{}, {"frequency_penalty": -2}, {"presence_penalty": -2}, {"presence_penalty": -2.0}]
+    found = [client.completions.create(**asked, **penalty).choices for penalty in given]
+    said = [tuple(choice.text for choice in choices) for choices in found]
+    assert said[2] == said[3]
+    assert len({*said}) == 3
+
+
 def test_images_are_read_on_fakes(client: openai.OpenAI) -> None:
     def ask(colour: str) -> Any:
         url = f"data:image/png;base64,{png(colour)}"
@@ -234,7 +363,8 @@ def test_checkpoints_answer_under_their_paths_and_are_listed_on_fakes(
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"response_format": {"type": "structural_tag"}}, "response_format"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"presence_penalty": -2.5}, "presence_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"verbosity": "high"}, "verbosity"),
@@ -298,6 +428,7 @@ def test_harmless_parameters_of_clients_are_taken_on_fakes(client: openai.OpenAI
         frequency_penalty=0,
         presence_penalty=0,
         verbosity="medium",
+        reasoning_effort="none",
         store=False,
         extra_body={"top_k": 0},
         user="me",

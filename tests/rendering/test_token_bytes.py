@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinker_local.backend.http.openai_answers import Asked, Choice
+from tinker_local.backend.control.completions import ReadPrompt
+from tinker_local.backend.http.openai_answers import Asked, Choice, offsets_in
 from tinker_local.backend.rendering.hf_text import HFText
 from tinker_local.backend.rendering.text import TextSoFar
 from tinker_local.backend.sampling.sampler import DrawnTokens
@@ -87,12 +89,15 @@ def test_bytes_that_are_characters_are_decoded_as_hugging_face_does() -> None:
     assert text.decode_all([0, 0xE4 + 1]) == "<unk>\ufffd"
 
 
-def logprobs_of(text: HFText, tokens: Sequence[int], *, chat: bool) -> Any:
-    """Of an answer of OpenAI's API with these tokens."""
+NOTHING_READ = ReadPrompt(np.zeros(0, np.int32), ())
+
+
+def logprobs_of(text: HFText, tokens: Sequence[int], *, chat: bool, others: Sequence[int] = ()) -> Any:
+    """Of an answer of OpenAI's API with these tokens. `others`: beside each; the first token, if there are none."""
     asked = Asked(chat, "a", (), 1, 1, False)
-    likeliest = tuple(((token, -1.0), (tokens[0], -2.0)) for token in tokens)
+    likeliest = tuple(((token, -1.0), *((other, -2.0) for other in others or tokens[:1])) for token in tokens)
     drawn = DrawnTokens(0, tuple(tokens), (-1.0,) * len(tokens), likeliest, "length")
-    return Choice(asked, text, 0).add(drawn, whole=True)[1]
+    return Choice(asked, text, 0, NOTHING_READ).add(drawn, whole=True)[1]
 
 
 def test_parts_of_characters_are_told_apart_in_logprobs() -> None:
@@ -108,3 +113,50 @@ def test_parts_of_characters_are_told_apart_in_logprobs() -> None:
     cut = [*tokens[:3], tokens[0]]  # the character never ends
     assert text.decode(cut) == "a\ufffda"
     assert logprobs_of(text, cut, chat=False)["text_offset"] == [0, 1, 1, 2]
+
+
+def test_all_alternatives_are_there_also_of_one_text() -> None:
+    """In Llama 2's vocabulary, "a" is a token and so is its byte."""
+    text = byte_fallback()
+    letter, byte = text.prompt("a").to_tokens().tolist()[0], 0x61 + 1
+    assert text.token(letter) == text.token(byte) == "a"
+    (top,) = logprobs_of(text, [letter], chat=False, others=[byte, 0x62 + 1])["top_logprobs"]
+    assert top == {"a": -1.0, f"token_id:{byte}": -2.0, "b": -2.0}
+
+
+def test_offsets_are_those_of_the_text_that_is_shown() -> None:
+    """Without special tokens, and without the blank that a decoder drops at the beginning."""
+    text = byte_fallback(strip=True)
+    text._tokenizer.add_special_tokens({"additional_special_tokens": ["<mark>"]})
+    text = HFText(text._tokenizer)
+    tokens = text.prompt(" a<mark> b<mark>é你").to_tokens().tolist()
+    shown = text.decode(tokens)
+    found = logprobs_of(text, tokens, chat=False)
+    assert shown == "a bé你"
+    assert found["tokens"] == [
+        " ",
+        "a",
+        "<mark>",
+        " ",
+        "b",
+        "<mark>",
+        "é",
+        *(f"bytes:\\x{b:02x}" for b in "你".encode()),
+    ]
+    assert found["text_offset"] == [0, 0, 1, 1, 2, 3, 3, 4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("said", "tokens", "expected"),
+    [
+        ("a bé你", ["<s>", " a", " b", "é", b"\xe4\xbd", b"\xa0"], [0, 0, 1, 3, 4, 4]),
+        (" a", ["<s>", " ", " a", "</s>"], [0, 0, 1, 2]),
+        ("", ["<s>"], [0]),
+        ("<s>a", ["<s>", "<s>", "a"], [0, 3, 3]),
+    ],
+)
+def test_offsets_of_a_prompt_leave_out_what_its_tokenizer_adds(
+    said: str, tokens: list[str | bytes], expected: list[int]
+) -> None:
+    parts = [token.encode() if isinstance(token, str) else token for token in tokens]
+    assert offsets_in(said, parts) == expected

@@ -45,18 +45,19 @@ def test_the_kernel_draws_as_plain_torch_does_on_a_gpu(dtype: torch.dtype) -> No
 
 def settings(**changes: Any) -> Any:
     """What vLLM hands its sampler for two requests at T = 1."""
-    plain = {"temperature": torch.ones(2), "top_k": None, "top_p": None, "generators": {}}
+    plain = {"temperature": torch.ones(2), "top_k": None, "top_p": None, "generators": {}, "no_penalties": True}
     return SimpleNamespace(**{**plain, **changes})
 
 
 @pytest.mark.mutation(
-    "one-pass-ignores-seeds", "FullVocabularyDraw.in_one_pass", "or cuts or settings.generators or", "or cuts or"
+    "one-pass-ignores-seeds", "FullVocabularyDraw.in_one_pass", "or changed or settings.generators or", "or changed or"
 )
 @pytest.mark.parametrize(
     ("changes", "widths"),
     [
         ({"top_k": torch.tensor([5, 5])}, {}),
         ({"top_p": torch.tensor([0.5, 1.0])}, {}),
+        ({"no_penalties": False}, {}),
         ({"generators": {1: torch.Generator()}}, {}),
         ({}, {1: 3}),
     ],

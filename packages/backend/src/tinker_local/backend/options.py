@@ -30,6 +30,9 @@ to 48 % longer."""
 _IMAGE_HOST = re.compile(r"[^\s/\\@?#*:\[\]]+(:\d{1,5})?")
 
 
+_ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:]+\])(:\d{1,5})?")
+
+
 def default_data_dir() -> Path:
     """`$XDG_DATA_HOME/tinker-local`, or `~/.local/share/tinker-local` if that variable is not set."""
     root = os.environ.get("XDG_DATA_HOME")
@@ -43,6 +46,13 @@ def check_image_host(text: str) -> str:
     except ValueError:
         if not _IMAGE_HOST.fullmatch(text):
             raise ValueError(f"an image host is HOST or HOST:PORT, not {text!r}") from None
+    return text
+
+
+def check_origin(text: str) -> str:
+    """Return `text`; ValueError unless it is the origin of web pages, as browsers write it."""
+    if not _ORIGIN.fullmatch(text):
+        raise ValueError(f"an origin is http://HOST[:PORT] or https://HOST[:PORT] in small letters, not {text!r}")
     return text
 
 
@@ -418,6 +428,17 @@ class BackendOptions:
             flag="--image-host",
             metavar="HOST[:PORT]",
             parse=check_image_host,
+            group=OF_CLIENTS,
+        ),
+    ] = ()
+    cors_origins: Annotated[
+        tuple[str, ...],
+        CommandOption(
+            "Web pages of this origin, as https://app.example.org, may use the server from browsers (CORS), with a key "
+            "where it asks for keys. Repeat for more origins. Default: none.",
+            flag="--cors-origin",
+            metavar="ORIGIN",
+            parse=check_origin,
             group=OF_CLIENTS,
         ),
     ] = ()

@@ -13,13 +13,16 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 from tinker_local.backend.control.callers import Caller
 from tinker_local.backend.control.sampling_sessions import BesidesRequest, Sampling, SamplingSession
 from tinker_local.backend.control.sessions import Sessions
 from tinker_local.backend.rendering.grammar import Grammar
+from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.rendering.text import ChatMessage, TemplateValue, TextCodec
 from tinker_local.backend.rendering.tools import OfferedTools, ReplyForm, Tool, ToolFormat
-from tinker_local.backend.sampling.sampler import DrawnTokens
+from tinker_local.backend.sampling.sampler import DrawnTokens, Penalties
 from tinker_local.backend.scheduling.operations import Operation, Operations
 from tinker_local.backend.scheduling.quotas import TOPK_BYTES
 from tinker_local.backend.scheduling.shared_bytes import SharedBytes
@@ -108,6 +111,21 @@ class Drawing:
     tokens: DrawnTokens
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadPrompt:
+    """A prompt as the model read it. `token_ids`: int32 [P], the image pad id at positions of images. `images`: the
+    hex SHA-256 of each one's file, its first position and how many it has."""
+
+    token_ids: npt.NDArray[np.int32]
+    images: tuple[tuple[str, int, int], ...]
+
+    @classmethod
+    def of(cls, prompt: RenderedInput) -> "ReadPrompt":
+        """Without the pixels."""
+        images = ((placed.image.content_hash, placed.offset, placed.image.num_tokens) for placed in prompt.images)
+        return cls(prompt.token_ids, tuple(images))
+
+
 class WaitingTokens:
     """Tokens of one sequence that wait for the client: 8 bytes each, and 8 for each of the likeliest beside it."""
 
@@ -172,6 +190,8 @@ class Answer:
 
     def __init__(self, operations: Operations, owner: str, unread: "Unread") -> None:
         self.operations: list[Operation[SampleOutput]] = []
+        self.read: dict[int, ReadPrompt] = {}
+        """Each prompt, before the first token of its samples."""
         self.uncount: list[Callable[[], None]] = []
         """Called when this is closed."""
         self._all = operations
@@ -183,6 +203,10 @@ class Answer:
         self._too_many = False
         self._news = asyncio.Event()
         self._told = False
+
+    def take_prompt(self, index: int, prompt: RenderedInput) -> None:
+        """Prompt number `index` as the model reads it."""
+        self.read[index] = ReadPrompt.of(prompt)
 
     def take(self, prompt: int, tokens: DrawnTokens) -> None:
         """Tokens from any thread. The event loop is woken once for all that come before it looks."""
@@ -361,14 +385,18 @@ class Completions:
         go_on: bool = False,
         tools: Sequence[Tool] = (),
         control_tokens: Collection[str] = (),
+        no_thoughts: bool = False,
     ) -> ModelInput:
-        """A conversation as the model reads it. `control_tokens`: see `as_tokens` of `TextCodec.chat`."""
+        """A conversation as the model reads it. `control_tokens`: see `as_tokens` of `TextCodec.chat`, which has
+        `no_thoughts` too."""
         texts = [part for message in messages for part in message.parts if isinstance(part, str)]
         texts += [call.arguments for message in messages for call in message.calls]
         functions = [tool.as_function() for tool in tools]
         _check_length(texts, named, "messages")
         _check_length([json.dumps(function) for function in functions], named, "tools")
-        chat = partial(named.text.chat, go_on=go_on, functions=functions, as_tokens=control_tokens)
+        chat = partial(
+            named.text.chat, go_on=go_on, functions=functions, as_tokens=control_tokens, no_thoughts=no_thoughts
+        )
         return await RENDERING.run(chat, messages, variables)
 
     async def form(self, named: Named, offered: OfferedTools) -> ReplyForm:
@@ -394,8 +422,11 @@ class Completions:
         likeliest: int,
         streamed: bool,
         grammar: Grammar | None = None,
+        penalties: Penalties | None = None,
+        scored: bool = False,
     ) -> Answer:
-        """Begin to sample `num_samples` sequences for each prompt. If one is refused, none is sampled."""
+        """Begin to sample `num_samples` sequences for each prompt. If one is refused, none is sampled. `scored`: the
+        outputs have the logprobs of the prompts, with the `likeliest` at each position."""
         if grammar is not None and named.base.engines.no_grammars:
             raise UnsupportedError(f"{grammar.field}: {named.base.engines.no_grammars}")
         answer = Answer(self._operations, named.session.owner, self._unread)
@@ -409,9 +440,18 @@ class Completions:
                     num_samples=num_samples,
                     sampling_params=params,
                     topk_sample_logprobs=likeliest,
+                    prompt_logprobs=scored,
+                    topk_prompt_logprobs=likeliest if scored else 0,
                 )
                 drawn: Callable[[DrawnTokens], None] | None = partial(answer.take, index) if streamed else None
-                besides = BesidesRequest(drawn, grammar, answer.uncount, _event_bytes(request, streamed))
+                besides = BesidesRequest(
+                    drawn,
+                    grammar,
+                    answer.uncount,
+                    _event_bytes(request, streamed),
+                    penalties,
+                    partial(answer.take_prompt, index),
+                )
                 answer.operations.append(await self._sampling.sample(request, besides))
         except BaseException:
             answer.close()

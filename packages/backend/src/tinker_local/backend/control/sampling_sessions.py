@@ -21,7 +21,7 @@ from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.prompt_scores import check_sample_topk
-from tinker_local.backend.sampling.sampler import Drawn, SampleWork, bytes_of, sampled_tokens, token_budget
+from tinker_local.backend.sampling.sampler import Drawn, Penalties, SampleWork, bytes_of, sampled_tokens, token_budget
 from tinker_local.backend.scheduling.operations import (
     ACTIVE,
     OBJECT_BYTES,
@@ -81,12 +81,15 @@ class BesidesRequest:
     """What the SDK's requests do not have, and those of other APIs do. `drawn` gets the sample's tokens as they are
     drawn, from any thread, before its result is there, which then has no logprobs. `grammar`: what they must spell.
     `uncount` gets what to call when the answer is delivered: until then the request counts for its owner, with
-    `waiting` bytes that may wait for the client. None: it counts until it has ended."""
+    `waiting` bytes that may wait for the client. None: it counts until it has ended. `read` gets the prompt as the
+    model reads it, before any token is drawn."""
 
     drawn: Drawn | None = None
     grammar: Grammar | None = None
     uncount: list[Callable[[], None]] | None = None
     waiting: int = 0
+    penalties: Penalties | None = None
+    read: Callable[[RenderedInput], None] | None = None
 
     @property
     def size(self) -> int:
@@ -434,6 +437,8 @@ class Sampling:
         operation.timeline.note(num_samples=request.num_samples, prompt_tokens=prompt.length, images=images)
         budget = token_budget(prompt.length, request.sampling_params.max_tokens, engines.sampler.max_context_length)
         check_sample_topk(request.topk_sample_logprobs, request.num_samples, budget, engines.trainer.vocab_size)
+        if besides.read is not None:
+            besides.read(prompt)
         work = SampleWork(
             prompt,
             self._version(session),
@@ -448,6 +453,7 @@ class Sampling:
             begun=partial(operation.timeline.enter, "running"),
             drawn=besides.drawn,
             grammar=besides.grammar,
+            penalties=besides.penalties,
         )
         queue = self._in_samplers.setdefault(session.base, SamplerQueue())
         session_id, sampler = session.record.session_id, session.base.engines.sampler

@@ -255,6 +255,10 @@ class FakeSampler:
             tokens = np.array([sequence.last_token for sequence in running], np.int64)
             codes = np.full_like(tokens, features.codes[-1])
             logits = self._model.logits(Features(tokens, codes), weights.matrices, weights.rank)
+            if work.penalties is not None:
+                for row, sequence in zip(logits, running, strict=True):
+                    counts = np.bincount(sequence.tokens, minlength=len(row))
+                    row -= work.penalties.presence * (counts > 0) + work.penalties.frequency * counts
             if texts is not None:
                 for row, sequence in zip(logits, running, strict=True):
                     allowed = next_tokens(texts, decode(sequence.tokens))

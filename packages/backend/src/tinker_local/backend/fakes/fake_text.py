@@ -26,8 +26,9 @@ class FakeText:
         go_on: bool,
         functions: Sequence[Mapping[str, Any]] = (),
         as_tokens: Collection[str] = (),
+        no_thoughts: bool = False,
     ) -> ModelInput:
-        """See `TextCodec`; the only variable is `end`, a text after each message."""
+        """See `TextCodec`; it has no thoughts, and the only variable is `end`, a text after each message."""
         if as_tokens:
             raise InvalidRequestError(f"control_tokens: {brief(min(as_tokens))} is not a control token of the fake")
         if unknown := variables.keys() - {"end"}:

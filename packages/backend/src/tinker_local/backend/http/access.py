@@ -11,7 +11,7 @@ import ipaddress
 import re
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Literal, TypeVar, cast
 
 from fastapi import Depends, Query, Request
@@ -271,16 +271,18 @@ def _holds_nothing(path: str) -> bool:
 
 
 class RequireOwnMachine:
-    """Answer 403 to a request for another host than localhost, or from a web page of another host.
+    """Answer 403 to a request for another host than localhost, or from a web page of another host, but for those of
+    `origins`.
 
     (Starlette's TrustedHostMiddleware checks names only, and does not say what to do.)
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, origins: Collection[str] = ()) -> None:
         self._app = app
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (reason := _refusal(Headers(scope=scope))) is not None:
+        if scope["type"] == "http" and (reason := _refusal(Headers(scope=scope), self._origins)) is not None:
             error = PermissionDeniedError(f"{reason}; give the server --api-key-file, and its callers TINKER_API_KEY")
             await error_responses.answer(error, scope["path"])(scope, receive, send)
             return
@@ -288,14 +290,14 @@ class RequireOwnMachine:
         await self._app(scope, receive, send)
 
 
-def _refusal(headers: Headers) -> str | None:
+def _refusal(headers: Headers, origins: Collection[str]) -> str | None:
     host, origin = headers.get("host", ""), headers.get("origin")
     if not _names_loopback(host):
         return (
             f"Host: {host!r}: without API keys the server only accepts requests addressed to localhost, 127.0.0.1 "
             "or [::1]"
         )
-    if origin is not None and not _names_loopback(origin.partition("://")[2]):
+    if origin is not None and origin not in origins and not _names_loopback(origin.partition("://")[2]):
         return f"Origin: {origin!r}: without API keys the server rejects requests from web pages of other machines"
     return None
 

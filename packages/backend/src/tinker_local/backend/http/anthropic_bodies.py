@@ -178,6 +178,8 @@ class MessagesBody(Conversation):
 
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool | None = None
+    return_token_ids: bool | None = None
+    """Not Anthropic's: the answer has the ids that the model read and sampled, and their logprobs."""
     stop_sequences: TupleOf[str] | None = None
     temperature: float | None = None
     top_p: float | None = None

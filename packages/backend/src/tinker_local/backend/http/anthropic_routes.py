@@ -2,7 +2,8 @@
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -13,10 +14,11 @@ from tinker_local.backend.http.access import Backend
 from tinker_local.backend.http.anthropic_bodies import Conversation, MessagesBody
 from tinker_local.backend.http.bodies import parse
 from tinker_local.backend.http.event_stream import WholeAnswer, begun, event, unless_left
-from tinker_local.backend.http.openai_answers import whole
+from tinker_local.backend.http.openai_answers import prompt_fields, whole
 from tinker_local.backend.http.openai_routes import model_of
 from tinker_local.backend.http.sampling_routes import body_limits
 from tinker_local.backend.rendering.tools import CallPiece, OfferedTools, Reply, ReplyForm, ReplyPiece
+from tinker_local.backend.sampling.sampler import DrawnTokens
 from tinker_local.backend.threads import ENCODING
 from tinker_local.types import ModelInput, SampleOutput
 from tinker_local.types.requests_and_results import StopReason
@@ -53,7 +55,7 @@ async def messages(request: Request, backend: Backend) -> Response:
         return await begun(request, _events(body, named, form, answer), answer.close)
     try:
         outputs = await unless_left(request, answer.outputs())
-        message = await ENCODING.run(_whole_message, body, named, form, answer.prompt_tokens(), outputs)
+        message = await ENCODING.run(_whole_message, body, named, form, answer, outputs)
     except BaseException:
         answer.close()
         raise
@@ -97,17 +99,25 @@ def _usage(prompt_tokens: int, output: SampleOutput) -> Json:
 
 
 def _whole_message(
-    body: MessagesBody, named: Named, form: ReplyForm | None, prompt_tokens: int, outputs: Sequence[SampleOutput]
+    body: MessagesBody, named: Named, form: ReplyForm | None, answer: Answer, outputs: Sequence[SampleOutput]
 ) -> Json:
     (output,) = outputs
     (sequence,) = output.sequences
     reply = Reply(named.text, body.stop_sequences or (), form)
-    piece = reply.whole(whole(sequence).tokens, sequence.stop_reason)
+    drawn = whole(sequence)
+    piece = reply.whole(drawn.tokens, sequence.stop_reason)
     content: list[Json] = [] if piece.calls and not piece.text else [{"type": "text", "text": piece.text}]
     content += [
         {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)} for call in piece.calls
     ]
-    return _message(body, content, _end(sequence.stop_reason, reply), _usage(prompt_tokens, output))
+    message = _message(body, content, _end(sequence.stop_reason, reply), _usage(answer.prompt_tokens(), output))
+    return message | (prompt_fields(answer.read[0]) | _sampled([drawn]) if body.return_token_ids else {})
+
+
+def _sampled(drawn: Iterable[DrawnTokens]) -> Json:
+    """The ids of all sampled tokens, and their logprobs."""
+    tokens, logprobs = zip(*((each.tokens, each.logprobs) for each in drawn), strict=True)
+    return {"token_ids": [*chain(*tokens)], "logprobs": [*chain(*logprobs)]}
 
 
 def _input(arguments: str) -> Json:
@@ -174,12 +184,17 @@ class _Blocks:
 
 async def _events(body: MessagesBody, named: Named, form: ReplyForm | None, answer: Answer) -> AsyncIterator[bytes]:
     reply, blocks, reason = Reply(named.text, body.stop_sequences or (), form), _Blocks(form is not None), None
+    sampled: list[DrawnTokens] = []
     begun = False
     async for drawings in answer.drawings():
         if not begun:
             usage = {"input_tokens": answer.prompt_tokens(), "output_tokens": 0}
-            yield _named("message_start", message=_message(body, [], _end(None, reply), usage)) + blocks.begin()
+            message = _message(body, [], _end(None, reply), usage)
+            message |= prompt_fields(answer.read[0]) if body.return_token_ids else {}
+            yield _named("message_start", message=message) + blocks.begin()
             begun = True
+        if body.return_token_ids:
+            sampled += (drawing.tokens for drawing in drawings)
         pieces = [reply.add(drawing.tokens.tokens, drawing.tokens.stop_reason) for drawing in drawings]
         reason = drawings[-1].tokens.stop_reason
         if form is None:
@@ -187,7 +202,9 @@ async def _events(body: MessagesBody, named: Named, form: ReplyForm | None, answ
         if shown := b"".join(map(blocks.add, pieces)):
             yield shown
     (output,) = await answer.outputs()
-    ended = _named("message_delta", delta=_end(reason, reply), usage=_usage(answer.prompt_tokens(), output))
+    usage = _usage(answer.prompt_tokens(), output)
+    ids = _sampled(sampled) if body.return_token_ids else {}
+    ended = _named("message_delta", delta=_end(reason, reply), usage=usage, **ids)
     yield blocks.end() + ended + _named("message_stop")
 
 

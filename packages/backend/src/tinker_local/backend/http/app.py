@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from fastapi import Depends, FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 from tinker_local.backend.control.callers import KeyFile
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http import (
@@ -79,12 +80,20 @@ def create_app(
     app.add_middleware(Delivery)
     app.add_middleware(RequireReady, backend=backend)
     if api_keys is None:
-        app.add_middleware(RequireOwnMachine)
+        app.add_middleware(RequireOwnMachine, origins=backend.options.cors_origins)
     else:
         app.add_middleware(RequireKey, keys=keys, wrong=wrong)
     if logs is not None and (logs.access or logs.audit):
         backend.on_own_change = logs.changed_by_server
         app.add_middleware(RequestLogs, backend=backend, logs=logs)
+    if backend.options.cors_origins:  # before keys: browsers ask without one, and pages are to read a 401
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=backend.options.cors_origins,
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After", "X-Request-Id"],
+        )
     app.add_middleware(ForwardedAddress, proxies=proxies)
     for module in ROUTES:
         app.include_router(module.router, prefix="/api/v1", dependencies=[Depends(check_own_path)])

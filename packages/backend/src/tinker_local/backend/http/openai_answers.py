@@ -6,16 +6,17 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tinker_local.backend.control.completions import Answer, Named
+import numpy as np
+from tinker_local.backend.control.completions import Answer, Named, ReadPrompt
 from tinker_local.backend.http.event_stream import event
-from tinker_local.backend.http.openai_bodies import Body, ChatBody
+from tinker_local.backend.http.openai_bodies import Body, ChatBody, CompletionBody
 from tinker_local.backend.rendering.text import TextCodec
 from tinker_local.backend.rendering.tools import Reply, ReplyForm, ReplyPiece
 from tinker_local.backend.sampling.sampler import DrawnTokens
-from tinker_local.types import SampledSequence, SampleOutput
+from tinker_local.types import SampledSequence, SampleOutput, TopkLogprobs
 
 MAX_CELLS = 2**19
 """Logprobs in an answer that is not streamed: each takes some hundred bytes of JSON."""
@@ -24,10 +25,19 @@ DONE = b"data: [DONE]\n\n"
 
 Json = dict[str, Any]
 
+Row = tuple[int, float | None, Sequence[tuple[int, float]]]
+"""A token, its logprob, and the likeliest at its place."""
+
+NO_FIELDS: Mapping[str, Any] = {}
+
+NOTHING_SAMPLED = np.zeros(0, np.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What decides how an answer looks. `likeliest` None: no logprobs. `form`: of replies to an offer of tools."""
+    """What decides how an answer looks. `likeliest` None: no logprobs. `ids`: it has token ids, and `as_ids`: its
+    logprobs name tokens by them. `echoes`: the prompts that it begins with, None for one that came as ids. `sampled`:
+    whether it has what was sampled. `form`: of replies to an offer of tools."""
 
     chat: bool
     name: str
@@ -35,6 +45,10 @@ class Asked:
     num_samples: int
     likeliest: int | None
     with_usage: bool
+    ids: bool = False
+    as_ids: bool = False
+    echoes: tuple[str | None, ...] = ()
+    sampled: bool = True
     form: ReplyForm | None = None
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
@@ -42,12 +56,23 @@ class Asked:
     @classmethod
     def of(cls, body: Body, form: ReplyForm | None) -> "Asked":
         """By a request."""
+        asked = cls(
+            isinstance(body, ChatBody),
+            body.model,
+            body.stops,
+            body.n or 1,
+            None,
+            bool(body.stream_options and body.stream_options.include_usage),
+            bool(body.return_token_ids),
+            bool(body.return_tokens_as_token_ids),
+            form=form,
+        )
         if isinstance(body, ChatBody):
-            likeliest = (body.top_logprobs or 0) if body.logprobs else None
-        else:
-            likeliest = getattr(body, "logprobs", None)
-        with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        return cls(isinstance(body, ChatBody), body.model, body.stops, body.n or 1, likeliest, with_usage, form)
+            return replace(asked, likeliest=(body.top_logprobs or 0) if body.logprobs else None)
+        if not isinstance(body, CompletionBody):
+            return asked
+        echoes = tuple(prompt if isinstance(prompt, str) else None for prompt in body.prompt) if body.echo else ()
+        return replace(asked, likeliest=body.logprobs, echoes=echoes, sampled=body.max_tokens != 0)
 
     def head(self, *, chunk: bool) -> Json:
         """What every answer has."""
@@ -57,14 +82,21 @@ class Asked:
 
 
 class Choice:
-    """One sequence of an answer, taken at once or in pieces. `tokens`: how many there are."""
+    """One sequence of an answer, taken at once or in pieces. `echo`: the text of its prompt, if it begins with that.
+    `tokens`: how many there are."""
 
-    def __init__(self, asked: Asked, text: TextCodec, index: int) -> None:
+    def __init__(self, asked: Asked, text: TextCodec, index: int, read: ReadPrompt) -> None:
         self._asked = asked
         self._text = text
         self._reply = Reply(text, asked.stops, asked.form)
-        self._offset = 0
+        self.read = read
+        self.echo = ""
+        if asked.echoes:
+            given = asked.echoes[index // asked.num_samples]
+            self.echo = text.decode_all(read.token_ids.tolist()) if given is None else given
+        self._offset = len(self.echo)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._any = False
         self.index = index
         self.tokens = 0
         self.begun = False
@@ -87,7 +119,7 @@ class Choice:
         likeliest = drawn.likeliest or ((),) * len(drawn.tokens)
         # Those that a grammar does not allow have -inf, which JSON has no number for.
         likeliest = tuple(tuple(other for other in others if other[1] > -math.inf) for others in likeliest)
-        rows = list(zip(drawn.tokens, drawn.logprobs, likeliest, strict=True))
+        rows: list[Row] = list(zip(drawn.tokens, drawn.logprobs, likeliest, strict=True))
         if self._asked.chat:
             return {
                 "content": [
@@ -95,36 +127,63 @@ class Choice:
                     for token, logprob, others in rows
                 ]
             }
-        texts = [self._written(token) for token in drawn.tokens]
-        offsets = [self._offset_of(self._text.token_bytes(token)) for token in drawn.tokens]
-        top = [
-            {self._written(other): value for other, value in others} | {one: logprob}
-            for one, (_, logprob, others) in zip(texts, rows, strict=True)
-        ]
+        return self._of_completion(rows, [self._offset_of(token) for token in drawn.tokens])
+
+    def of_prompt(self, output: SampleOutput) -> Json:
+        """The logprobs of the prompt's tokens; the first has none."""
+        assert output.prompt_logprobs is not None
+        tokens, logprobs = self.read.token_ids.tolist(), output.prompt_logprobs.tolist()
+        likeliest = [()] * len(tokens) if (topk := output.topk_prompt_logprobs) is None else rows_of(topk)
+        rows: list[Row] = list(zip(tokens, [None, *logprobs[1:]], likeliest, strict=True))
+        return self._of_completion(rows, offsets_in(self.echo, [self._text.token_bytes(token) for token in tokens]))
+
+    def _of_completion(self, rows: Sequence[Row], offsets: Sequence[int]) -> Json:
         return {
-            "tokens": texts,
-            "token_logprobs": list(drawn.logprobs),
-            "top_logprobs": top if self._asked.likeliest else None,
+            "tokens": [self._name(token) for token, _, _ in rows],
+            "token_logprobs": [logprob for _, logprob, _ in rows],
+            "top_logprobs": [self._top(*row) for row in rows] if self._asked.likeliest else None,
             "text_offset": offsets,
         }
 
-    def _offset_of(self, parts: bytes) -> int:
+    def _top(self, token: int, logprob: float | None, others: Sequence[tuple[int, float]]) -> dict[str, float] | None:
+        """By text; a token whose text another one has already by its id."""
+        if logprob is None:
+            return None
+        top = {self._name(token): logprob}
+        for other, value in others:
+            if other != token:
+                name = self._name(other)
+                top[_by_id(other) if name in top else name] = value
+        return top
+
+    def _offset_of(self, token: int) -> int:
         """In which character of the text the bytes of the next token begin."""
+        parts, shown = self._text.token_bytes(token), self._text.decode([token])
+        if shown != self._text.decode_all([token]):  # a special token
+            parts = b""
+        elif not self._any and parts[:1] == b" " and not shown.startswith(" "):
+            parts = parts[1:]  # the decoder drops a blank at the beginning of a text
+        self._any = self._any or bool(parts)
         if parts and not 0x80 <= parts[0] < 0xC0:  # what a character lacks before it will never come
             self._offset += len(self._utf8.decode(b"", final=True))
         found = self._offset
         self._offset += len(self._utf8.decode(parts))
         return found
 
-    def _entry(self, token: int, logprob: float) -> Json:
+    def _entry(self, token: int, logprob: float | None) -> Json:
         return {
-            "token": self._text.token(token),
+            "token": self._name(token),
             "logprob": logprob,
             "bytes": list(self._text.token_bytes(token)),
         }
 
-    def _written(self, token: int) -> str:
-        """The text of a token, or as OpenAI writes one that is a part of a character: `bytes:\\xe4\\xbd`."""
+    def _name(self, token: int) -> str:
+        """The text of a token, or as OpenAI writes one that is a part of a character in completions:
+        `bytes:\\xe4\\xbd`."""
+        if self._asked.as_ids:
+            return _by_id(token)
+        if self._asked.chat:
+            return self._text.token(token)
         parts = self._text.token_bytes(token)
         try:
             return parts.decode()
@@ -132,13 +191,43 @@ class Choice:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in parts)
 
 
+def _by_id(token: int) -> str:
+    """As vLLM's server writes it."""
+    return f"token_id:{token}"
+
+
+def offsets_in(text: str, tokens: Sequence[bytes]) -> list[int]:
+    """In which character of `text` each of its tokens begins. One that a tokenizer adds, and does not stand in the
+    text, has no characters."""
+    written, at, starts = text.encode("utf-8", "replace"), 0, []
+    for token in tokens:
+        starts.append(at)
+        # Some tokenizers put a blank before a text.
+        found = next((part for part in (token, token.removeprefix(b" ")) if written.startswith(part, at)), b"")
+        at += len(found)
+    begins = np.cumsum([byte & 0xC0 != 0x80 for byte in written], dtype=np.int64) - 1
+    return [*map(int, np.append(begins, len(text))[starts])]
+
+
+def rows_of(topk: TopkLogprobs) -> list[tuple[tuple[int, float], ...]]:
+    """Ids and logprobs of the likeliest at each position."""
+    rows = zip(topk.token_ids.tolist(), topk.logprobs.tolist(), strict=True)
+    return [tuple(zip(ids, values, strict=True)) for ids, values in rows]
+
+
+def prompt_fields(read: ReadPrompt) -> Json:
+    """The ids of a prompt, with those of its images' positions, and which positions are images."""
+    names = ("sha256", "offset", "length")
+    images = [dict(zip(names, image, strict=True)) for image in read.images]
+    return {"prompt_token_ids": read.token_ids.tolist()} | ({"prompt_images": images} if images else {})
+
+
 def whole(sequence: SampledSequence) -> DrawnTokens:
     """A whole sequence as if it had been drawn at once."""
     logprobs = () if sequence.logprobs is None else tuple(sequence.logprobs.tolist())
     likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()
-    if (topk := sequence.topk_logprobs) is not None:
-        rows = zip(topk.token_ids.tolist(), topk.logprobs.tolist(), strict=True)
-        likeliest = tuple(tuple(zip(ids, values, strict=True)) for ids, values in rows)
+    if sequence.topk_logprobs is not None:
+        likeliest = tuple(rows_of(sequence.topk_logprobs))
     return DrawnTokens(0, tuple(sequence.tokens.tolist()), logprobs, likeliest, sequence.stop_reason)
 
 
@@ -174,17 +263,40 @@ def _deltas(piece: ReplyPiece) -> Json:
     return {"tool_calls": calls} if calls else {}
 
 
-def whole_answer(asked: Asked, named: Named, prompt_tokens: int, outputs: Sequence[SampleOutput]) -> bytes:
+def _choice(asked: Asked, choice: Choice, drawn: DrawnTokens, output: SampleOutput) -> Json:
+    """One of a whole answer."""
+    piece, logprobs = choice.add(drawn, whole=True)
+    if asked.echoes and logprobs is not None:
+        before = choice.of_prompt(output)
+        logprobs = {name: None if part is None else [*before[name], *part] for name, part in logprobs.items()}
+    content = {"message": _message(piece)} if asked.chat else {"text": choice.echo + piece.text}
+    found = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.reason(drawn)}
+    if asked.ids:
+        found |= ({} if asked.chat else prompt_fields(choice.read)) | {"token_ids": list(drawn.tokens)}
+    return found
+
+
+def whole_answer(asked: Asked, named: Named, answer: Answer, outputs: Sequence[SampleOutput]) -> bytes:
     """The JSON of the answer to a request that is not streamed. Call it in a thread: it may take seconds, in which
     others run (so not `json.dumps`, which keeps the GIL)."""
+    if not asked.sampled:
+        outputs = [_unsampled(output) for output in outputs]
     choices: list[Json] = []
-    for sequence in (sequence for output in outputs for sequence in output.sequences):
-        choice, drawn = Choice(asked, named.text, len(choices)), whole(sequence)
-        piece, logprobs = choice.add(drawn, whole=True)
-        content = {"message": _message(piece)} if asked.chat else {"text": piece.text}
-        choices.append({"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.reason(drawn)})
-    answer = {**asked.head(chunk=False), "choices": choices, "usage": usage(prompt_tokens, outputs)}
-    return "".join(json.JSONEncoder(separators=(",", ":")).iterencode(answer)).encode("utf-8", "replace")
+    for at, output in enumerate(outputs):
+        for sequence in output.sequences:
+            choice = Choice(asked, named.text, len(choices), answer.read[at])
+            choices.append(_choice(asked, choice, whole(sequence), output))
+    found = {**asked.head(chunk=False), "choices": choices, "usage": usage(answer.prompt_tokens(), outputs)}
+    if asked.ids and asked.chat:
+        found |= prompt_fields(answer.read[0])
+    return "".join(json.JSONEncoder(separators=(",", ":")).iterencode(found)).encode("utf-8", "replace")
+
+
+def _unsampled(output: SampleOutput) -> SampleOutput:
+    """Without the token that was sampled so that the prompt is read."""
+    nothing = {"tokens": NOTHING_SAMPLED, "logprobs": None, "topk_logprobs": None, "stop_reason": "length"}
+    sequences = tuple(sequence.model_copy(update=nothing) for sequence in output.sequences)
+    return output.model_copy(update={"sequences": sequences})
 
 
 async def events(asked: Asked, named: Named, answer: Answer) -> AsyncIterator[bytes]:
@@ -192,24 +304,39 @@ async def events(asked: Asked, named: Named, answer: Answer) -> AsyncIterator[by
     choices: dict[int, Choice] = {}
     head = asked.head(chunk=True) | ({"usage": None} if asked.with_usage else {})
 
-    def chunk(index: int, content: Mapping[str, Any], logprobs: Json | None, reason: str | None) -> bytes:
+    def chunk(
+        index: int,
+        content: Mapping[str, Any],
+        logprobs: Json | None,
+        reason: str | None,
+        ids: Mapping[str, Any] = NO_FIELDS,
+        prompt: Mapping[str, Any] = NO_FIELDS,
+    ) -> bytes:
         given = {"delta": content} if asked.chat else content
-        return event({**head, "choices": [{"index": index, **given, "logprobs": logprobs, "finish_reason": reason}]})
+        choice = {"index": index, **given, "logprobs": logprobs, "finish_reason": reason, **ids}
+        return event({**head, "choices": [choice], **prompt})
 
     async for drawings in answer.drawings():
         parts: list[bytes] = []
         for drawing in drawings:
             index = drawing.prompt * asked.num_samples + drawing.tokens.sample
-            choice = choices.setdefault(index, Choice(asked, named.text, index))
+            read = answer.read[drawing.prompt]
+            choice = choices.get(index) or choices.setdefault(index, Choice(asked, named.text, index, read))
             piece, logprobs = choice.add(drawing.tokens)
-            reason = choice.reason(drawing.tokens)
+            reason, tokens = choice.reason(drawing.tokens), list(drawing.tokens.tokens)
+            ids: Json = {"token_ids": tokens} if asked.ids and tokens else {}
+            echo = ""
             if asked.chat and not choice.begun:
-                parts.append(chunk(index, {"role": "assistant", "content": ""}, None, None))
+                prompt = prompt_fields(read) if asked.ids and len(choices) == 1 else NO_FIELDS
+                parts.append(chunk(index, {"role": "assistant", "content": ""}, None, None, prompt=prompt))
+            elif not choice.begun:
+                ids |= prompt_fields(read) if asked.ids else {}
+                echo = choice.echo
             choice.begun = True
-            if piece.text or piece.calls or logprobs is not None or (reason and not asked.chat):
+            if piece.text or echo or piece.calls or logprobs is not None or ids or (reason and not asked.chat):
                 end = None if asked.chat else reason
-                text = {"content" if asked.chat else "text": piece.text} if piece.text or not piece.calls else {}
-                parts.append(chunk(index, text | _deltas(piece), logprobs, end))
+                text = {"content" if asked.chat else "text": echo + piece.text} if piece.text or not piece.calls else {}
+                parts.append(chunk(index, text | _deltas(piece), logprobs, end, ids))
             if asked.chat and reason:
                 parts.append(chunk(index, {}, None, reason))
         if parts:

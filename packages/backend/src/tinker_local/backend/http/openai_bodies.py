@@ -21,11 +21,14 @@ from tinker_local.backend.http.tool_fields import CallId, FunctionTool, MessageC
 from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.text import ChatMessage, TemplateValue
 from tinker_local.backend.rendering.tools import OfferedTools
+from tinker_local.backend.sampling.sampler import Penalties
 from tinker_local.types import Frozen, ModelInput, SamplingParams, user_message
 from tinker_local.types.base import TupleOf
 
 MAX_LIKELIEST = 20
 """`top_logprobs`, as in OpenAI's API."""
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 COMPLETION_TOKENS = 16
 """`max_tokens` of a completion that gives none, as in OpenAI's API."""
@@ -93,7 +96,8 @@ class StreamOptions(Frozen):
 
 
 class Body(Frozen):
-    """What both kinds of requests have. `top_k` (0: no limit) and `structured_outputs` are vLLM's."""
+    """What both kinds of requests have. `top_k` (0: no limit), `structured_outputs`, `return_token_ids` and
+    `return_tokens_as_token_ids` are vLLM's."""
 
     model: ModelName
     stream: bool | None = None
@@ -107,8 +111,10 @@ class Body(Frozen):
     seed: int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    frequency_penalty: Annotated[Any, only(0)] = None
-    presence_penalty: Annotated[Any, only(0)] = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     repetition_penalty: Annotated[Any, only(1)] = None
     min_p: Annotated[Any, only(0)] = None
     logit_bias: Annotated[Any, only({})] = None
@@ -139,6 +145,11 @@ class Body(Frozen):
             return self.structured_outputs.grammar("structured_outputs")
         return None if self.response_format is None else self.response_format.grammar("response_format")
 
+    def penalties(self) -> Penalties | None:
+        """As the sampler takes them."""
+        given = Penalties(self.presence_penalty or 0.0, self.frequency_penalty or 0.0)
+        return None if given == Penalties() else given
+
     def params(self) -> SamplingParams:
         """As the sampler takes them; ValueError."""
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "seed")}
@@ -165,7 +176,7 @@ class ChatBody(Body):
     functions: Annotated[Any, only([])] = None
     function_call: Annotated[Any, only("none")] = None
     modalities: Annotated[Any, only(["text"])] = None
-    reasoning_effort: Unsupported = None
+    reasoning_effort: Annotated[Any, only("none")] = None
     verbosity: Annotated[Any, only("medium")] = None
     prediction: Unsupported = None
     audio: Unsupported = None
@@ -217,15 +228,29 @@ def _as_prompts(prompt: Any) -> Any:
     return tuple(found)
 
 
+def _as_count(logprobs: Any) -> Any:
+    """true and false are meant for chat completions, and are 1 and none here, as in vLLM's server."""
+    return (1 if logprobs else None) if isinstance(logprobs, bool) else logprobs
+
+
 class CompletionBody(Body):
-    """`POST completions`."""
+    """`POST completions`. With `echo`, `max_tokens` may be 0: then the answer is the prompt alone."""
 
     prompt: Annotated[tuple[str | ModelInput, ...], BeforeValidator(_as_prompts)]
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None = None
-    echo: Annotated[Any, only(False)] = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None, BeforeValidator(_as_count)] = None
+    echo: bool | None = None
     best_of: Annotated[Any, only(1)] = None
     suffix: Unsupported = None
 
+    @model_validator(mode="after")
+    def _of_echo(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 is only for echo=true")
+        if self.echo and self.stream and self.logprobs is not None:
+            raise ValueError("echo: with logprobs only for stream=false")
+        return self
+
     def most_tokens(self) -> int | None:
         """See `Body`."""
-        return self.max_tokens or COMPLETION_TOKENS
+        return COMPLETION_TOKENS if self.max_tokens is None else max(self.max_tokens, 1)

@@ -68,7 +68,12 @@ async def chat_completions(request: Request, backend: Backend) -> Response:
     offered = body.offered()
     tools = () if offered is None else offered.tools
     prompt = await backend.completions.chat_prompt(
-        named, body.as_chat(), body.chat_template_kwargs or {}, tools=tools, control_tokens=body.control_tokens
+        named,
+        body.as_chat(),
+        body.chat_template_kwargs or {},
+        tools=tools,
+        control_tokens=body.control_tokens,
+        no_thoughts=body.reasoning_effort is not None,
     )
     form = None if offered is None else await backend.completions.form(named, offered)
     return await _answered(request, backend, body, named, [prompt], form)
@@ -111,11 +116,13 @@ async def _answered(
     asked, most = Asked.of(body, form), backend.options.max_num_samples
     if asked.likeliest is not None and not body.stream:
         tokens = body.most_tokens() or named.base.max_context_length
-        cells = asked.num_samples * len(prompts) * tokens * (1 + asked.likeliest)
+        echoed = sum(prompt.length for prompt in prompts) if asked.echoes else 0
+        cells = asked.num_samples * (len(prompts) * tokens + echoed) * (1 + asked.likeliest)
         if cells > MAX_CELLS:
             raise InvalidRequestError(
-                f"logprobs: {asked.num_samples * len(prompts)} choices of up to {tokens} tokens with "
-                f"{asked.likeliest} others are {cells} logprobs, more than {MAX_CELLS}; give max_tokens, or stream=true"
+                f"logprobs: {asked.num_samples * len(prompts)} choices of up to {tokens} tokens"
+                f"{f' and {echoed} of prompts' if echoed else ''} with {asked.likeliest} others are {cells} logprobs, "
+                f"more than {MAX_CELLS}; give max_tokens, or {'fewer prompts' if echoed else 'stream=true'}"
             )
     if asked.num_samples * len(prompts) > most:
         raise InvalidRequestError(
@@ -129,12 +136,14 @@ async def _answered(
         likeliest=asked.likeliest or 0,
         streamed=bool(body.stream),
         grammar=body.grammar() if form is None else form.grammar,
+        penalties=body.penalties(),
+        scored=bool(asked.echoes) and asked.likeliest is not None,
     )
     if body.stream:
         return await begun(request, events(asked, named, answer), answer.close)
     try:
         outputs = await unless_left(request, answer.outputs())
-        content = await ENCODING.run(whole_answer, asked, named, answer.prompt_tokens(), outputs)
+        content = await ENCODING.run(whole_answer, asked, named, answer, outputs)
     except BaseException:
         answer.close()
         raise

@@ -36,6 +36,12 @@ _PARAMETERS = (
     *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
 
+_SWITCH = "enable_thinking"
+"""The variable that switches thinking off, in templates of several families."""
+
+_THOUGHTS = frozenset({"think", "reasoning_effort"})
+"""Words of templates of models that think."""
+
 _TOOL_WORDS = {"tools": "tools", "tool_calls": "calls of the assistant", "tool": "results of tools"}
 """Words of templates with tools, and what one has without them."""
 
@@ -140,6 +146,7 @@ class HFText:
         go_on: bool,
         functions: Sequence[Mapping[str, Any]] = (),
         as_tokens: Collection[str] = (),
+        no_thoughts: bool = False,
     ) -> ModelInput:
         """See `TextCodec`."""
         if not self._has_template:
@@ -150,6 +157,8 @@ class HFText:
         words = self._words(template, functions)
         if unknown := [name for name in variables if name not in words]:
             raise InvalidRequestError(f"chat_template_kwargs: this model's template has no {', '.join(unknown)}")
+        if no_thoughts:
+            variables = {**variables, **_without_thoughts(variables, words)}
         found = [part for message in messages for part in message.parts if not isinstance(part, str)]
         if found and self._image_token is None:
             raise InvalidRequestError("messages: an image, but this base model reads text only")
@@ -340,6 +349,20 @@ class HFText:
         """Control tokens of the template as such, and those that are cut as characters."""
         pieces = (piece.replace(_CUT + _WRITTEN, _CUT) for piece in _CUTS.split(text))
         return [token for piece in pieces if piece for token in self._tokenizer.encode(piece, add_special_tokens=False)]
+
+
+def _without_thoughts(variables: Mapping[str, TemplateValue], words: set[str]) -> Mapping[str, TemplateValue]:
+    """The variable that switches them off in a template of these `words`; none where it knows of none."""
+    if _SWITCH not in words:
+        if words.isdisjoint(_THOUGHTS):
+            return {}
+        raise InvalidRequestError(
+            f"reasoning_effort: this model's chat template has no {_SWITCH} to switch thinking off; leave it out, or "
+            "give the template's own variables in chat_template_kwargs"
+        )
+    if variables.get(_SWITCH):
+        raise InvalidRequestError(f"reasoning_effort: none, but chat_template_kwargs has {_SWITCH} true")
+    return {_SWITCH: False}
 
 
 def _byte_ids(tokenizer: Any, decoder: Any) -> frozenset[int]:

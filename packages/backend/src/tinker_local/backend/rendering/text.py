@@ -55,10 +55,12 @@ class TextCodec(Protocol):
         go_on: bool,
         functions: Sequence[Mapping[str, Any]] = (),
         as_tokens: Collection[str] = (),
+        no_thoughts: bool = False,
     ) -> ModelInput:
         """A conversation, and the beginning of the model's reply. `variables`: of the template. `go_on`: the last
         message is the beginning of the reply. `functions`: tools in OpenAI's form. `as_tokens`: control tokens that
-        count as such where the text of any message has them."""
+        count as such where the text of any message has them. `no_thoughts`: the template's switch for thinking is
+        off."""
 
     def prompt(self, text: str) -> ModelInput:
         """A text as Hugging Face's tokenizer encodes it: with the tokens that it puts first, and with special tokens

@@ -46,6 +46,15 @@ def ignore_drawn(_: DrawnTokens) -> None:
     """Stands for a `Drawn` of another process."""
 
 
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """As OpenAI's API defines them: before the temperature, the logit of a token that was sampled n > 0 times in this
+    sequence is lowered by `presence + n * frequency`."""
+
+    presence: float = 0.0
+    frequency: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleWork:
     """One request. `params.max_tokens` None means up to the context. `version` None is the base model.
@@ -58,7 +67,7 @@ class SampleWork:
     `begun` is called once, from any thread, when the first sequence runs on the device. `ended` may be called, from any
     thread, when one of the sequences has ended before the last. `drawn` gets every token of the result before the
     result is there; None: the request is not streamed. `grammar`: what the tokens of each sequence must spell; None:
-    anything.
+    anything. `penalties` None: none.
     """
 
     prompt: RenderedInput
@@ -77,6 +86,7 @@ class SampleWork:
     begun: Callable[[], None] = do_nothing
     drawn: Drawn | None = None
     grammar: Grammar | None = None
+    penalties: Penalties | None = None
 
     def seeds(self) -> list[int] | None:
         """63 bits for each sequence; None without a seed.
@@ -107,7 +117,7 @@ class Sampler(Protocol):
     of `sample` frees its slots.
 
     With a grammar, the logits of tokens that it does not allow next are -inf, so that logprobs of sampled tokens are of
-    what was drawn from, and those of the likeliest may be -inf.
+    what was drawn from, and those of the likeliest may be -inf. With penalties, the logits are those after them.
 
     A sampler that is asleep takes almost none of the device's memory; only `wake`, `remove_version` and `close` may be
     called.

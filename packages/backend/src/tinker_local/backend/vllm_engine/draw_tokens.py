@@ -277,11 +277,11 @@ class FullVocabularyDraw(nn.Module):
         return torch.cat(drawn), Probabilities(p_bv, likeliest)
 
     def in_one_pass(self, otherwise: Callable[..., Any], logits: torch.Tensor, sampling_metadata: Any) -> Any:
-        """In place of `Sampler.forward`: a step on CUDA without seeds, top-k, top-p and requests for the likeliest
-        tokens reads its logits [B, V] once. Of vLLM's other settings, `engine_inputs.py` uses none."""
+        """In place of `Sampler.forward`: a step on CUDA without seeds, top-k, top-p, penalties and requests for the
+        likeliest tokens reads its logits [B, V] once. Of vLLM's other settings, `engine_inputs.py` uses none."""
         settings = sampling_metadata
-        cuts = settings.top_k is not None or settings.top_p is not None
-        if not self._has_kernel or cuts or settings.generators or self._widths():
+        changed = settings.top_k is not None or settings.top_p is not None or not settings.no_penalties
+        if not self._has_kernel or changed or settings.generators or self._widths():
             return otherwise(logits, settings)
         from tinker_local.backend.vllm_engine.one_pass_draw import draw
         from vllm.v1.outputs import SamplerOutput

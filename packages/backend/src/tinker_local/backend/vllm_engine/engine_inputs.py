@@ -8,7 +8,7 @@ import numpy as np
 from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.prompt_scores import PromptQuestions, check_sample_topk
-from tinker_local.backend.sampling.sampler import DrawnTokens, SampleWork, token_budget
+from tinker_local.backend.sampling.sampler import DrawnTokens, Penalties, SampleWork, token_budget
 from tinker_local.backend.vllm_engine.compat_vllm import SAMPLED_TEMPERATURE_MIN
 from tinker_local.backend.vllm_engine.grammar_masks import SEAT, Seat
 from tinker_local.backend.vllm_engine.grammar_process import Matcher
@@ -89,7 +89,7 @@ def _first_params(work: SampleWork, budget: int, vocab_size: int) -> Any:
     import vllm
     from vllm.sampling_params import RequestOutputKind
 
-    params, streamed = work.params, work.drawn is not None
+    params, penalties, streamed = work.params, work.penalties or Penalties(), work.drawn is not None
     texts, ids = _stops(params.stop, vocab_size)
     _check_temperature(params.temperature)
     result = vllm.SamplingParams(
@@ -106,6 +106,8 @@ def _first_params(work: SampleWork, budget: int, vocab_size: int) -> Any:
         # The token that completes a stop string, or is a stop token, belongs to the sample.
         include_stop_str_in_output=True,
         logprobs=0,  # only the sampled token's
+        presence_penalty=penalties.presence,
+        frequency_penalty=penalties.frequency,
         structured_outputs=_structured_outputs(work.grammar),
         output_kind=RequestOutputKind.CUMULATIVE if streamed else RequestOutputKind.FINAL_ONLY,
         # This object is not shared, so vLLM may copy it shallowly; then it does not check the temperature again.
