@@ -61,7 +61,7 @@ def settings(**changes: Any) -> Any:
         ({"generators": {1: torch.Generator()}}, {}),
         ({}, {1: 3}),
     ],
-    ids=["top_k", "top_p", "a seed", "the likeliest"],
+    ids=["top_k", "top_p", "penalties", "a seed", "the likeliest"],
 )
 def test_what_the_kernel_cannot_do_goes_through_vllm(changes: dict[str, Any], widths: dict[int, int]) -> None:
     draw = FullVocabularyDraw(torch.device("cpu"), lambda: widths)
