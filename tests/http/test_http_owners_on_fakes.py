@@ -94,6 +94,8 @@ def calls(of: str, own: str) -> Iterator[Call]:
     for prefix in ANTHROPIC:
         yield Call("POST", "/messages", {}, {**chat, "max_tokens": 2}, prefix)
         yield Call("POST", "/messages/count_tokens", {}, chat, prefix)
+    yield Call("POST", "/tokenize", {}, chat, "")
+    yield Call("POST", "/detokenize", {}, {"model": named, "tokens": [97]}, "")
     yield Call("POST", "/session_heartbeat", {}, {"session_id": of})
     yield Call("GET", "/sessions/{session_id}", {"session_id": of})
     yield Call("POST", "/create_model", {}, {"session_id": of, "model_seq_id": 1, "base_model": BASE})

@@ -270,6 +270,74 @@ def test_echo_begins_with_the_prompt_on_fakes(client: openai.OpenAI) -> None:
     assert client.completions.create(**{**asked, "logprobs": False}).choices[0].logprobs is None
 
 
+def test_prompts_are_tokenized_as_they_are_read_on_fakes(client: openai.OpenAI, server: LoopbackServer) -> None:
+    """As programs ask vLLM's server, beside `/v1`."""
+
+    def ask(path: str, **body: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {server.api_key}"}
+        return httpx.post(f"{server.url}/{path}", json={"model": MODEL, **body}, headers=headers)
+
+    picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png()}"}}
+    content = [{"type": "text", "text": "ab"}, picture]
+    for fields in (
+        {"messages": HI},
+        {"messages": [{"role": "user", "content": content}]},
+        {"messages": HI, "chat_template_kwargs": {"end": "!"}},
+    ):
+        said: Any = client.chat.completions.create(model=MODEL, max_tokens=1, extra_body={**fields, **IDS}, messages=[])
+        found = ask("tokenize", **fields).json()
+        assert found["tokens"] == said.prompt_token_ids
+        assert found.get("prompt_images") == getattr(said, "prompt_images", None)
+        assert found["count"] == len(found["tokens"])
+        assert found["max_model_len"] >= 1024
+        assert found["token_strs"] is None
+    text = ask("tokenize", prompt="héj", add_special_tokens=True, return_token_strs=True).json()
+    assert (text["tokens"], text["token_strs"]) == ([104, 233, 106], ["h", "é", "j"])
+    assert ask("detokenize", tokens=text["tokens"]).json() == {"prompt": "héj"}
+    for path, fields, param in (
+        ("tokenize", {}, "messages"),
+        ("tokenize", {"prompt": "a", "messages": HI}, "messages"),
+        ("tokenize", {"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
+        ("tokenize", {"messages": HI, "add_generation_prompt": False}, "add_generation_prompt"),
+        ("detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("detokenize", {"tokens": [2**31]}, "tokens[0]"),
+        ("detokenize", {"tokens": "a"}, "tokens"),
+    ):
+        refused = ask(path, **fields)
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["param"] == param, refused.text
+    assert httpx.post(f"{server.url}/tokenize", json={"model": MODEL, "prompt": "a"}).status_code == 401
+
+
+def test_vllms_parameters_that_change_nothing_are_taken_on_fakes(client: openai.OpenAI) -> None:
+    """As prime-rl, verifiers and other programs send them to vLLM's server."""
+    nothing = {
+        "top_k": -1, "min_p": 0.0, "min_tokens": 0, "repetition_penalty": 1.0, "ignore_eos": False, "logit_bias": {},
+        "skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False,
+        "use_beam_search": False, "length_penalty": 1.0, "stop_token_ids": [],
+    }  # fmt: skip
+    of_chat = {"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False}
+    greedy: Any = {"model": MODEL, "temperature": 0, "max_tokens": 4}
+    plain = client.chat.completions.create(messages=HI, **greedy)
+    same = client.chat.completions.create(messages=HI, **greedy, extra_body={**nothing, **of_chat, "echo": False})
+    assert same.choices == plain.choices
+    client.completions.create(prompt="a", **greedy, extra_body=nothing)
+
+
+def test_token_ids_end_an_answer_on_fakes(client: openai.OpenAI) -> None:
+    """As in vLLM's server, it is among the ids and not in the text."""
+    asked: Any = {"model": MODEL, "prompt": "ab", "seed": 4, "max_tokens": 40}
+    free: Any = client.completions.create(**asked, extra_body=IDS).choices[0]
+    stop = free.token_ids[1]
+    end = free.token_ids.index(stop)
+    asked["extra_body"] = {**IDS, "stop_token_ids": [stop]}
+    stopped: Any = client.completions.create(**asked).choices[0]
+    assert stopped.token_ids == free.token_ids[: end + 1]
+    assert (stopped.text, stopped.finish_reason) == ("".join(map(chr, free.token_ids[:end])), "stop")
+    chunks = client.completions.create(**asked, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == stopped.text
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "reason"),
     [
@@ -277,6 +345,8 @@ def test_echo_begins_with_the_prompt_on_fakes(client: openai.OpenAI) -> None:
         ({"echo": True, "stream": True, "logprobs": 1}, "echo", "stream=false"),
         ({"echo": True, "prompt": ["a" * 1000] * 60, "n": 5, "logprobs": 20}, "logprobs", "60000 of prompts"),
         ({"logprobs": 21}, "logprobs", "20"),
+        ({"stop": ["x"], "extra_body": {"stop_token_ids": [5]}}, "stop_token_ids", "not together"),
+        ({"extra_body": {"min_tokens": 2}}, "min_tokens", "not supported"),
         ({"presence_penalty": 3}, "presence_penalty", "2"),
     ],
 )

@@ -13,13 +13,11 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
 from tinker_local.backend.control.callers import Caller
 from tinker_local.backend.control.sampling_sessions import BesidesRequest, Sampling, SamplingSession
 from tinker_local.backend.control.sessions import Sessions
 from tinker_local.backend.rendering.grammar import Grammar
-from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.rendering.rendered_input import ReadPrompt, RenderedInput
 from tinker_local.backend.rendering.text import ChatMessage, TemplateValue, TextCodec
 from tinker_local.backend.rendering.tools import OfferedTools, ReplyForm, Tool, ToolFormat
 from tinker_local.backend.sampling.sampler import DrawnTokens, Penalties
@@ -109,21 +107,6 @@ class Drawing:
 
     prompt: int
     tokens: DrawnTokens
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadPrompt:
-    """A prompt as the model read it. `token_ids`: int32 [P], the image pad id at positions of images. `images`: the
-    hex SHA-256 of each one's file, its first position and how many it has."""
-
-    token_ids: npt.NDArray[np.int32]
-    images: tuple[tuple[str, int, int], ...]
-
-    @classmethod
-    def of(cls, prompt: RenderedInput) -> "ReadPrompt":
-        """Without the pixels."""
-        images = ((placed.image.content_hash, placed.offset, placed.image.num_tokens) for placed in prompt.images)
-        return cls(prompt.token_ids, tuple(images))
 
 
 class WaitingTokens:
@@ -408,9 +391,9 @@ class Completions:
         _check_length((text,), named, "prompt")
         return await RENDERING.run(named.text.prompt, text)
 
-    async def count_tokens(self, named: Named, prompt: ModelInput) -> int:
-        """Positions of a prompt, with those of its images."""
-        return await self._sampling.count_tokens(named.session, prompt)
+    async def read(self, named: Named, prompt: ModelInput) -> ReadPrompt:
+        """A prompt as the model would read it."""
+        return await self._sampling.read(named.session, prompt)
 
     async def sample(
         self,

@@ -19,7 +19,7 @@ from tinker_local.backend.control.sessions import Sessions
 from tinker_local.backend.models.served_models import ServedModel, ServedModels
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.rendering.grammar import Grammar
-from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.rendering.rendered_input import ReadPrompt, RenderedInput
 from tinker_local.backend.sampling.prompt_scores import check_sample_topk
 from tinker_local.backend.sampling.sampler import Drawn, Penalties, SampleWork, bytes_of, sampled_tokens, token_budget
 from tinker_local.backend.scheduling.operations import (
@@ -474,12 +474,12 @@ class Sampling:
             self.recorded.add(session_id, output.sequences, prompt.length)
         return output
 
-    async def count_tokens(self, session: SamplingSession, prompt: ModelInput) -> int:
-        """Positions of a prompt, with those of its images."""
+    async def read(self, session: SamplingSession, prompt: ModelInput) -> ReadPrompt:
+        """A prompt as the model would read it."""
         timeline = Timeline("", "sample")
         session_id = session.record.session_id
         async with self._prompts.rendered(session.base, session.owner, session_id, prompt, timeline) as rendered:
-            return rendered.length
+            return ReadPrompt.of(rendered)
 
     def _version(self, session: SamplingSession) -> AdapterVersion | None:
         """The version that `session` samples from; None for a base model."""

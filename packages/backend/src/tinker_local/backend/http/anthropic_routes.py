@@ -33,7 +33,7 @@ async def count_tokens(request: Request, backend: Backend) -> Json:
     body = await parse(request, Conversation, *body_limits(backend))
     named = await model_of(request, backend, body.model)
     prompt, _ = await _asked(backend, body, named)
-    return {"input_tokens": await backend.completions.count_tokens(named, prompt)}
+    return {"input_tokens": (await backend.completions.read(named, prompt)).token_ids.size}
 
 
 @router.post("/messages")

@@ -20,6 +20,7 @@ from tinker_local.backend.http import (
     progress_routes,
     sampling_routes,
     session_routes,
+    tokenize_routes,
     tokenizer_routes,
     training_routes,
 )
@@ -101,6 +102,7 @@ def create_app(
         app.include_router(openai_routes.router, prefix=prefix)
     for prefix in ANTHROPIC:
         app.include_router(anthropic_routes.router, prefix=prefix)
+    app.include_router(tokenize_routes.router)
     app.include_router(metrics_routes.router)
     app.include_router(console_routes.router)
     return app

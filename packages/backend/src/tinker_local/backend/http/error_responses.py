@@ -37,7 +37,7 @@ def api_of(path: str) -> Api:
     """The API whose errors a path answers with."""
     if path.startswith(("/v1/messages", "/anthropic/")):
         return "anthropic"
-    return "openai" if path.startswith(("/v1/", "/oai/")) else "tinker"
+    return "openai" if path.startswith(("/v1/", "/oai/", "/tokenize", "/detokenize")) else "tinker"
 
 
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from tinker_local.backend.control.completions import Answer, Named, ReadPrompt
+from tinker_local.backend.control.completions import Answer, Named
 from tinker_local.backend.http.event_stream import event
 from tinker_local.backend.http.openai_bodies import Body, ChatBody, CompletionBody
+from tinker_local.backend.rendering.rendered_input import ReadPrompt
 from tinker_local.backend.rendering.text import TextCodec
 from tinker_local.backend.rendering.tools import Reply, ReplyForm, ReplyPiece
 from tinker_local.backend.sampling.sampler import DrawnTokens
@@ -49,6 +50,7 @@ class Asked:
     as_ids: bool = False
     echoes: tuple[str | None, ...] = ()
     sampled: bool = True
+    stop_ids: tuple[int, ...] = ()
     form: ReplyForm | None = None
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
@@ -65,6 +67,7 @@ class Asked:
             bool(body.stream_options and body.stream_options.include_usage),
             bool(body.return_token_ids),
             bool(body.return_tokens_as_token_ids),
+            stop_ids=body.stop_token_ids or (),
             form=form,
         )
         if isinstance(body, ChatBody):
@@ -105,9 +108,10 @@ class Choice:
         """What more tokens give, or the `whole` sequence, and their logprobs."""
         self.tokens += len(drawn.tokens)
         take = self._reply.whole if whole else self._reply.add
-        return take(drawn.tokens, drawn.stop_reason), self._logprobs(
-            drawn
-        ) if self._asked.likeliest is not None else None
+        # A token that ends the answer is not in the text, as a text that does is not.
+        ends = drawn.stop_reason == "stop" and drawn.tokens and drawn.tokens[-1] in self._asked.stop_ids
+        piece = take(drawn.tokens[:-1] if ends else drawn.tokens, drawn.stop_reason)
+        return piece, None if self._asked.likeliest is None else self._logprobs(drawn)
 
     def reason(self, drawn: DrawnTokens) -> str | None:
         """`finish_reason`."""

@@ -96,8 +96,8 @@ class StreamOptions(Frozen):
 
 
 class Body(Frozen):
-    """What both kinds of requests have. `top_k` (0: no limit), `structured_outputs`, `return_token_ids` and
-    `return_tokens_as_token_ids` are vLLM's."""
+    """What both kinds of requests have. `top_k` (0: no limit), `structured_outputs`, `stop_token_ids`,
+    `return_token_ids` and `return_tokens_as_token_ids` are vLLM's, as are some that change nothing."""
 
     model: ModelName
     stream: bool | None = None
@@ -108,6 +108,7 @@ class Body(Frozen):
     top_k: int | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     stop: str | TupleOf[str] | None = None
+    stop_token_ids: TupleOf[int] | None = None
     seed: int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -117,6 +118,13 @@ class Body(Frozen):
     return_tokens_as_token_ids: bool | None = None
     repetition_penalty: Annotated[Any, only(1)] = None
     min_p: Annotated[Any, only(0)] = None
+    min_tokens: Annotated[Any, only(0)] = None
+    ignore_eos: Annotated[Any, only(False)] = None
+    skip_special_tokens: Annotated[Any, only(True)] = None
+    spaces_between_special_tokens: Annotated[Any, only(True)] = None
+    include_stop_str_in_output: Annotated[Any, only(False)] = None
+    use_beam_search: Annotated[Any, only(False)] = None
+    length_penalty: Annotated[Any, only(1)] = None
     logit_bias: Annotated[Any, only({})] = None
     user: Label = None
     metadata: Label = None
@@ -126,6 +134,8 @@ class Body(Frozen):
         self.params()
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only for stream=true")
+        if self.stop_token_ids and self.stops:
+            raise ValueError("stop_token_ids: not together with stop")
         if self.structured_outputs is not None and self.response_format not in (None, TextFormat(type="text")):
             raise ValueError("structured_outputs: not together with response_format")
         return self
@@ -153,7 +163,7 @@ class Body(Frozen):
     def params(self) -> SamplingParams:
         """As the sampler takes them; ValueError."""
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "seed")}
-        given |= {"stop": self.stops or None, "max_tokens": self.most_tokens()}
+        given |= {"stop": self.stops or self.stop_token_ids or None, "max_tokens": self.most_tokens()}
         given["top_k"] = given["top_k"] or None  # 0 is vLLM's word for no limit
         try:
             return SamplingParams.model_validate({name: value for name, value in given.items() if value is not None})
@@ -161,22 +171,49 @@ class Body(Frozen):
             raise ValueError(user_message(error)) from None
 
 
-class ChatBody(Body):
-    """`POST chat/completions`."""
+class ChatPrompt(Frozen):
+    """A conversation, and what goes into its prompt."""
 
+    model: ModelName
     messages: Annotated[TupleOf[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None = None
     chat_template_kwargs: dict[str, TemplateValue] | None = None
     control_tokens: ControlTokens = ()
     tools: TupleOf[FunctionTool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[Any, only("none")] = None
+    add_generation_prompt: Annotated[Any, only(True)] = None
+    continue_final_message: Annotated[Any, only(False)] = None
+    add_special_tokens: Annotated[Any, only(False)] = None
+
+    def as_chat(self) -> list[ChatMessage]:
+        """As templates take it."""
+        names = {call.id: call.function.name for message in self.messages for call in message.tool_calls or ()}
+        return [message.as_chat(names) for message in self.messages]
+
+    def grammar(self) -> Grammar | None:
+        """What the answer must spell."""
+        return None
+
+    def offered(self) -> OfferedTools | None:
+        """The tools that the model may call; InvalidRequestError."""
+        choice = self.tool_choice
+        tools = [] if choice == "none" else [tool.tool() for tool in self.tools or ()]
+        only = choice.function.name if isinstance(choice, NamedFunction) else None
+        several = self.parallel_tool_calls is not False
+        return offer(tools, must=choice == "required", only=only, several=several, answer=self.grammar())
+
+
+class ChatBody(Body, ChatPrompt):
+    """`POST chat/completions`."""
+
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None = None
+    echo: Annotated[Any, only(False)] = None
     functions: Annotated[Any, only([])] = None
     function_call: Annotated[Any, only("none")] = None
     modalities: Annotated[Any, only(["text"])] = None
-    reasoning_effort: Annotated[Any, only("none")] = None
     verbosity: Annotated[Any, only("medium")] = None
     prediction: Unsupported = None
     audio: Unsupported = None
@@ -200,18 +237,29 @@ class ChatBody(Body):
         """See `Body`."""
         return self.max_completion_tokens or self.max_tokens
 
-    def as_chat(self) -> list[ChatMessage]:
-        """As templates take it."""
-        names = {call.id: call.function.name for message in self.messages for call in message.tool_calls or ()}
-        return [message.as_chat(names) for message in self.messages]
 
-    def offered(self) -> OfferedTools | None:
-        """The tools that the model may call; InvalidRequestError."""
-        choice = self.tool_choice
-        tools = [] if choice == "none" else [tool.tool() for tool in self.tools or ()]
-        only = choice.function.name if isinstance(choice, NamedFunction) else None
-        several = self.parallel_tool_calls is not False
-        return offer(tools, must=choice == "required", only=only, several=several, answer=self.grammar())
+class TokenizeBody(ChatPrompt):
+    """`POST /tokenize`, of a conversation or a text."""
+
+    messages: Annotated[TupleOf[Message], Field(min_length=1)] = ()
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if bool(self.messages) == (self.prompt is not None):
+            raise ValueError("messages: give either messages or a prompt")
+        if self.add_special_tokens not in (None, not self.messages):
+            raise ValueError(f"add_special_tokens: {self.add_special_tokens} is not supported by this server")
+        return self
+
+
+class DetokenizeBody(Frozen):
+    """`POST /detokenize`."""
+
+    model: ModelName
+    tokens: TupleOf[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
 def _as_prompts(prompt: Any) -> Any:

@@ -10,9 +10,9 @@ from tinker_local.backend.http.access import NAMED_MODEL, Backend, ToList, calle
 from tinker_local.backend.http.bodies import parse
 from tinker_local.backend.http.event_stream import WholeAnswer, begun, unless_left
 from tinker_local.backend.http.openai_answers import MAX_CELLS, Asked, events, whole_answer
-from tinker_local.backend.http.openai_bodies import Body, ChatBody, CompletionBody
+from tinker_local.backend.http.openai_bodies import Body, ChatBody, ChatPrompt, CompletionBody
 from tinker_local.backend.http.sampling_routes import body_limits
-from tinker_local.backend.rendering.tools import ReplyForm
+from tinker_local.backend.rendering.tools import OfferedTools, ReplyForm
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.threads import ENCODING
@@ -65,18 +65,23 @@ def _model(name: str, record: CheckpointRecord | None) -> dict[str, Any]:
 async def chat_completions(request: Request, backend: Backend) -> Response:
     body = await parse(request, ChatBody, *body_limits(backend))
     named = await model_of(request, backend, body.model)
+    prompt, offered = await chat_prompt(backend, named, body)
+    form = None if offered is None else await backend.completions.form(named, offered)
+    return await _answered(request, backend, body, named, [prompt], form)
+
+
+async def chat_prompt(backend: ControlPlane, named: Named, body: ChatPrompt) -> tuple[ModelInput, OfferedTools | None]:
+    """The prompt of a conversation, and the tools that it offers."""
     offered = body.offered()
-    tools = () if offered is None else offered.tools
     prompt = await backend.completions.chat_prompt(
         named,
         body.as_chat(),
         body.chat_template_kwargs or {},
-        tools=tools,
+        tools=() if offered is None else offered.tools,
         control_tokens=body.control_tokens,
         no_thoughts=body.reasoning_effort is not None,
     )
-    form = None if offered is None else await backend.completions.form(named, offered)
-    return await _answered(request, backend, body, named, [prompt], form)
+    return prompt, offered
 
 
 @router.post("/completions")

@@ -99,6 +99,21 @@ class RenderedInput:
         return int(self.token_ids.size)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadPrompt:
+    """A prompt as the model read it. `token_ids`: int32 [P], the image pad id at positions of images. `images`: the
+    hex SHA-256 of each one's file, its first position and how many it has."""
+
+    token_ids: npt.NDArray[np.int32]
+    images: tuple[tuple[str, int, int], ...]
+
+    @classmethod
+    def of(cls, prompt: RenderedInput) -> "ReadPrompt":
+        """Without the pixels."""
+        images = ((placed.image.content_hash, placed.offset, placed.image.num_tokens) for placed in prompt.images)
+        return cls(prompt.token_ids, tuple(images))
+
+
 def rendered_bytes(inputs: Iterable[RenderedInput]) -> int:
     """Bytes of the images of `inputs`, each image once."""
     images = {id(placed.image): placed.image for given in inputs for placed in given.images}
