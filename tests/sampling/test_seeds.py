@@ -27,7 +27,7 @@ async def test_a_seed_repeats_whatever_runs_beside_it(text: Any) -> None:
 @pytest.mark.mutation(
     "neighbouring-seeds-share",
     "SampleWork.seeds",
-    "return [self.seeded(str(self.first_sample + index)) for index in range(self.num_samples)]",
+    "return self.seeded(*(str(self.first_sample + index) for index in range(self.num_samples)))",
     "return [(self.params.seed + self.first_sample + index) % 2**63 for index in range(self.num_samples)]",
 )
 async def test_samples_of_one_seed_and_of_neighbouring_seeds_are_all_different(text: Any) -> None:

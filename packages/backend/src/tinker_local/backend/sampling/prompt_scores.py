@@ -235,4 +235,4 @@ def _targets(request: TensorData, length: int, vocab_size: int) -> Targets:
 
 def _key(work: SampleWork) -> int:
     """63 bits, independent of samples with the same seed."""
-    return secrets.randbits(63) if work.params.seed is None else work.seeded("alternatives")
+    return secrets.randbits(63) if work.params.seed is None else work.seeded("alternatives")[0]

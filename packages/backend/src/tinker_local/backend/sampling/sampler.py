@@ -95,17 +95,22 @@ class SampleWork:
         """
         if self.params.seed is None:
             return None
-        return [self.seeded(str(self.first_sample + index)) for index in range(self.num_samples)]
+        return self.seeded(*(str(self.first_sample + index) for index in range(self.num_samples)))
 
-    def seeded(self, what: str) -> int:
-        """63 bits for `what`, from the seed and the prompt.
+    def seeded(self, *what: str) -> list[int]:
+        """63 bits for each of `what`, from the seed and the prompt.
 
         With one seed for many prompts, as RL programs have it, all would draw with the same random numbers otherwise,
         and a batch would teach less than it seems to.
         """
         images = [(placed.offset, placed.image.content_hash) for placed in self.prompt.images]
-        given = f"{self.params.seed}/{images}/{what}/".encode() + self.prompt.token_ids.tobytes()
-        return int.from_bytes(hashlib.sha256(given).digest()[:8], "big") >> 1
+        common = hashlib.sha256(f"{self.params.seed}/{images}/".encode() + self.prompt.token_ids.tobytes())
+        found = []
+        for each in what:
+            one = common.copy()
+            one.update(f"/{each}".encode())
+            found.append(int.from_bytes(one.digest()[:8], "big") >> 1)
+        return found
 
 
 class Sampler(Protocol):
