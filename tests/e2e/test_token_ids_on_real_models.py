@@ -148,29 +148,36 @@ def test_echo_scores_a_prompt_as_the_sdk_does(
     texts = ["The sky is blue, 你好 😀.", "A short one"]
     tokenizer: Any = AutoTokenizer.from_pretrained(tiny_models[TEXT])
     prompts = [tokenizer.encode(text) for text in texts]
-    expected = [sampler.compute_logprobs(tinker.ModelInput.from_ints(prompt)).result() for prompt in prompts]
+    one = tinker.SamplingParams(max_tokens=1)
+    expected: list[Any] = [
+        sampler.sample(
+            tinker.ModelInput.from_ints(prompt), 1, one, include_prompt_logprobs=True, topk_prompt_logprobs=2
+        ).result()
+        for prompt in prompts
+    ]
     both: Any = {"model": TEXT, "echo": True, "temperature": 0, "logprobs": 2}
     for given in (prompts, texts):
         said = client.completions.create(prompt=given, max_tokens=1, **both)
         bare = client.completions.create(prompt=given, max_tokens=0, **both)
         assert bare.usage is not None
         assert bare.usage.completion_tokens == 0
-        for choice, without, text, prompt, logprobs in zip(
+        for choice, without, text, prompt, same in zip(
             said.choices, bare.choices, texts, prompts, expected, strict=True
         ):
             found = choice.logprobs
             assert found is not None
             assert found.token_logprobs is not None
             assert found.token_logprobs[0] is None
-            assert found.token_logprobs[1 : len(prompt)] == pytest.approx(logprobs[1:], abs=1e-5)
+            assert found.token_logprobs[1 : len(prompt)] == pytest.approx(same.prompt_logprobs[1:], abs=1e-5)
             assert len(found.token_logprobs) == len(prompt) + 1
             assert choice.text.startswith(text)
             assert (without.text, without.finish_reason) == (text, "length")
             assert without.logprobs is not None
             assert without.logprobs.token_logprobs == found.token_logprobs[:-1]
-            assert found.top_logprobs is not None
-            for token, value, top in zip(found.tokens or [], found.token_logprobs, found.top_logprobs, strict=True):
-                if value is not None:
-                    assert top[token] == value
-                    assert 2 <= len(top) <= 3
-                    assert max(top.values()) >= value
+            top = found.top_logprobs
+            assert top is not None
+            for row, likeliest in zip(top[1 : len(prompt)], same.topk_prompt_logprobs[1:], strict=True):
+                values = [value for _, value in likeliest]
+                assert sorted(row.values(), reverse=True)[:2] == pytest.approx(values, abs=1e-5)
+            tokens = found.tokens or []
+            assert [row[token] for token, row in zip(tokens[1:], top[1:], strict=True)] == found.token_logprobs[1:]

@@ -158,7 +158,11 @@ async def test_web_pages_of_origins_that_are_named_may_use_the_server_on_fakes(
     start_api: StartApi, keys: list[str] | None
 ) -> None:
     api = await start_api(api_keys=keys, cors_origins=(PAGE, "http://localhost:3000"))
-    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
+    asks = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Private-Network": "true",
+        "Access-Control-Request-Headers": "authorization, content-type",
+    }
     path, key = "/v1/chat/completions", {"Authorization": f"Bearer {KEY}"}
     body = {"model": "fake/bigram", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     for origin, allowed in ((PAGE, True), ("http://localhost:3000", True), ("https://evil.example", False)):
@@ -189,7 +193,10 @@ async def test_without_origins_no_page_of_another_site_reads_an_answer_on_fakes(
         assert not [name for name in answer.headers if name.lower().startswith("access-control")]
 
 
-@pytest.mark.parametrize("origin", ["*", "app.example.org", f"{PAGE}/", "https://*.example.org", "null", PAGE.upper()])
+@pytest.mark.parametrize(
+    "origin",
+    ["*", "app.example.org", f"{PAGE}/", "https://*.example.org", "null", PAGE.upper(), f"{PAGE}:443", f"{PAGE}:99999"],
+)
 def test_what_is_no_origin_is_refused_at_the_start_on_fakes(refused: Any, origin: str) -> None:
     said = " ".join(refused("--cors-origin", origin).split())
     assert "an origin is http://HOST[:PORT] or https://HOST[:PORT]" in said

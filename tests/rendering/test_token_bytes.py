@@ -89,15 +89,18 @@ def test_bytes_that_are_characters_are_decoded_as_hugging_face_does() -> None:
     assert text.decode_all([0, 0xE4 + 1]) == "<unk>\ufffd"
 
 
-NOTHING_READ = ReadPrompt(np.zeros(0, np.int32), ())
+READ = ReadPrompt(np.array([0x61 + 1], np.int32), ())
+
+
+def drawn(tokens: Sequence[int], others: Sequence[int] = ()) -> DrawnTokens:
+    likeliest = tuple(((token, -1.0), *((other, -2.0) for other in others or tokens[:1])) for token in tokens)
+    return DrawnTokens(0, tuple(tokens), (-1.0,) * len(tokens), likeliest, "length")
 
 
 def logprobs_of(text: HFText, tokens: Sequence[int], *, chat: bool, others: Sequence[int] = ()) -> Any:
     """Of an answer of OpenAI's API with these tokens. `others`: beside each; the first token, if there are none."""
     asked = Asked(chat, "a", (), 1, 1, False)
-    likeliest = tuple(((token, -1.0), *((other, -2.0) for other in others or tokens[:1])) for token in tokens)
-    drawn = DrawnTokens(0, tuple(tokens), (-1.0,) * len(tokens), likeliest, "length")
-    return Choice(asked, text, 0, NOTHING_READ).add(drawn, whole=True)[1]
+    return Choice(asked, text, 0, READ).add(drawn(tokens, others), whole=True)[1]
 
 
 def test_parts_of_characters_are_told_apart_in_logprobs() -> None:
@@ -125,14 +128,14 @@ def test_all_alternatives_are_there_also_of_one_text() -> None:
 
 
 def test_offsets_are_those_of_the_text_that_is_shown() -> None:
-    """Without special tokens, and without the blank that a decoder drops at the beginning."""
+    """Without special tokens, and with the blank that a decoder drops at the beginning of a text: this is none."""
     text = byte_fallback(strip=True)
     text._tokenizer.add_special_tokens({"additional_special_tokens": ["<mark>"]})
     text = HFText(text._tokenizer)
     tokens = text.prompt(" a<mark> b<mark>é你").to_tokens().tolist()
-    shown = text.decode(tokens)
+    shown = Choice(Asked(False, "a", (), 1, 1, False), text, 0, READ).add(drawn(tokens), whole=True)[0].text
     found = logprobs_of(text, tokens, chat=False)
-    assert shown == "a bé你"
+    assert shown == " a bé你"
     assert found["tokens"] == [
         " ",
         "a",
@@ -143,7 +146,7 @@ def test_offsets_are_those_of_the_text_that_is_shown() -> None:
         "é",
         *(f"bytes:\\x{b:02x}" for b in "你".encode()),
     ]
-    assert found["text_offset"] == [0, 0, 1, 1, 2, 3, 3, 4, 4, 4]
+    assert found["text_offset"] == [0, 1, 2, 2, 3, 4, 4, 5, 5, 5]
 
 
 @pytest.mark.parametrize(
@@ -153,10 +156,11 @@ def test_offsets_are_those_of_the_text_that_is_shown() -> None:
         (" a", ["<s>", " ", " a", "</s>"], [0, 0, 1, 2]),
         ("", ["<s>"], [0]),
         ("<s>a", ["<s>", "<s>", "a"], [0, 3, 3]),
+        ("cafe\u0301 is open", ["ca", "f", "é", " is", " open"], [0, 2, 3, 5, 8]),
     ],
 )
 def test_offsets_of_a_prompt_leave_out_what_its_tokenizer_adds(
     said: str, tokens: list[str | bytes], expected: list[int]
 ) -> None:
-    parts = [token.encode() if isinstance(token, str) else token for token in tokens]
+    parts = [(token.encode() if isinstance(token, str) else token, token in ("<s>", "</s>")) for token in tokens]
     assert offsets_in(said, parts) == expected

@@ -3,9 +3,11 @@
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tinker_local.backend.sampling.sampler import Penalties, SampleWork
+from tinker_local.backend.vllm_engine.draw_tokens import lower
 from tinker_local.types import SamplingParams
 
 from tests.sampling.sampling_answers import TEXT
@@ -28,6 +30,7 @@ def after_penalties(logits: torch.Tensor, tokens: Any, penalties: Penalties | No
 @pytest.mark.mutation(
     "one-penalty-for-the-other", "_first_params", "frequency_penalty=penalties.frequency", "frequency_penalty=0.0"
 )
+@pytest.mark.mutation("penalties-of-another-row", "lower", "np.repeat(rows, [", "np.repeat([0 for _ in rows], [")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 async def test_logprobs_are_of_the_logits_after_penalties(vl: Any, temperature: float) -> None:
     """The prompt's tokens do not count. Random weights repeat themselves, so that greedy samples differ."""
@@ -48,6 +51,19 @@ async def test_logprobs_are_of_the_logits_after_penalties(vl: Any, temperature: 
         if not temperature:
             vl.same(sequence.logprobs, expected.max(-1).values.numpy())
     assert len({*sampled[:3]}) == 3
+
+
+def test_what_is_not_sampled_keeps_its_logit() -> None:
+    """With tokens that are not known yet (-1), rows without penalties, and a row that has sampled nothing."""
+    logits = torch.arange(15, dtype=torch.float32).reshape(3, 5)
+    lowered = logits.clone()
+    lower(lowered, np.float32([0, 0.5, 0.5]), np.float32([0, 0.25, 1]), [[1, 1], [3, 3, 0, -1], [-1]])
+    expected = logits.clone()
+    expected[1, 3] -= 1.0
+    expected[1, 0] -= 0.75
+    assert torch.equal(lowered, expected)
+    lower(lowered, np.zeros(3, np.float32), np.zeros(3, np.float32), [[1], [2], [3]])
+    assert torch.equal(lowered, expected)
 
 
 async def test_penalties_of_a_stream_are_those_of_a_whole_answer(vl: Any) -> None:

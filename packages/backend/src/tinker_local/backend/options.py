@@ -51,8 +51,14 @@ def check_image_host(text: str) -> str:
 
 def check_origin(text: str) -> str:
     """Return `text`; ValueError unless it is the origin of web pages, as browsers write it."""
-    if not _ORIGIN.fullmatch(text):
-        raise ValueError(f"an origin is http://HOST[:PORT] or https://HOST[:PORT] in small letters, not {text!r}")
+    scheme, _, rest = text.partition("://")
+    port = rest.rpartition(":")[2] if _ORIGIN.fullmatch(text) else "0"
+    default = {"http": "80", "https": "443"}.get(scheme)
+    if not _ORIGIN.fullmatch(text) or port == default or (port.isdecimal() and not 0 < int(port) < 2**16):
+        raise ValueError(
+            "an origin is http://HOST[:PORT] or https://HOST[:PORT] in small letters, without the scheme's own port, "
+            f"not {text!r}"
+        )
     return text
 
 

@@ -281,7 +281,7 @@ class Answer:
 
     def prompt_tokens(self) -> int:
         """Positions of all prompts; 0 for one that is not rendered yet."""
-        return sum((operation.timeline.facts or {}).get("prompt_tokens", 0) for operation in self.operations)
+        return sum(read.token_ids.size for read in self.read.values())
 
     def forget(self) -> None:
         """Cancel what runs, and forget the rest: no client asks for it again."""

@@ -2,8 +2,9 @@
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Iterable, Sequence
-from itertools import chain
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -18,7 +19,6 @@ from tinker_local.backend.http.openai_answers import prompt_fields, whole
 from tinker_local.backend.http.openai_routes import model_of
 from tinker_local.backend.http.sampling_routes import body_limits
 from tinker_local.backend.rendering.tools import CallPiece, OfferedTools, Reply, ReplyForm, ReplyPiece
-from tinker_local.backend.sampling.sampler import DrawnTokens
 from tinker_local.backend.threads import ENCODING
 from tinker_local.types import ModelInput, SampleOutput
 from tinker_local.types.requests_and_results import StopReason
@@ -55,12 +55,12 @@ async def messages(request: Request, backend: Backend) -> Response:
         return await begun(request, _events(body, named, form, answer), answer.close)
     try:
         outputs = await unless_left(request, answer.outputs())
-        message = await ENCODING.run(_whole_message, body, named, form, answer, outputs)
+        content = await ENCODING.run(_whole_message, body, named, form, answer, outputs)
     except BaseException:
         answer.close()
         raise
     answer.forget()
-    return WholeAnswer(bytes(JSONResponse(message).body), answer.close)
+    return WholeAnswer(content, answer.close)
 
 
 async def _asked(backend: ControlPlane, body: Conversation, named: Named) -> tuple[ModelInput, OfferedTools | None]:
@@ -100,7 +100,7 @@ def _usage(prompt_tokens: int, output: SampleOutput) -> Json:
 
 def _whole_message(
     body: MessagesBody, named: Named, form: ReplyForm | None, answer: Answer, outputs: Sequence[SampleOutput]
-) -> Json:
+) -> bytes:
     (output,) = outputs
     (sequence,) = output.sequences
     reply = Reply(named.text, body.stop_sequences or (), form)
@@ -111,13 +111,9 @@ def _whole_message(
         {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)} for call in piece.calls
     ]
     message = _message(body, content, _end(sequence.stop_reason, reply), _usage(answer.prompt_tokens(), output))
-    return message | (prompt_fields(answer.read[0]) | _sampled([drawn]) if body.return_token_ids else {})
-
-
-def _sampled(drawn: Iterable[DrawnTokens]) -> Json:
-    """The ids of all sampled tokens, and their logprobs."""
-    tokens, logprobs = zip(*((each.tokens, each.logprobs) for each in drawn), strict=True)
-    return {"token_ids": [*chain(*tokens)], "logprobs": [*chain(*logprobs)]}
+    if body.return_token_ids:
+        message |= prompt_fields(answer.read[0]) | {"token_ids": drawn.tokens, "logprobs": drawn.logprobs}
+    return bytes(JSONResponse(message).body)
 
 
 def _input(arguments: str) -> Json:
@@ -184,17 +180,19 @@ class _Blocks:
 
 async def _events(body: MessagesBody, named: Named, form: ReplyForm | None, answer: Answer) -> AsyncIterator[bytes]:
     reply, blocks, reason = Reply(named.text, body.stop_sequences or (), form), _Blocks(form is not None), None
-    sampled: list[DrawnTokens] = []
+    tokens, logprobs = array("i"), array("d")
     begun = False
     async for drawings in answer.drawings():
         if not begun:
             usage = {"input_tokens": answer.prompt_tokens(), "output_tokens": 0}
             message = _message(body, [], _end(None, reply), usage)
             message |= prompt_fields(answer.read[0]) if body.return_token_ids else {}
-            yield _named("message_start", message=message) + blocks.begin()
+            started = partial(_named, "message_start", message=message)
+            yield (await ENCODING.run(started) if body.return_token_ids else started()) + blocks.begin()
             begun = True
-        if body.return_token_ids:
-            sampled += (drawing.tokens for drawing in drawings)
+        for drawing in drawings if body.return_token_ids else ():
+            tokens.extend(drawing.tokens.tokens)
+            logprobs.extend(drawing.tokens.logprobs)
         pieces = [reply.add(drawing.tokens.tokens, drawing.tokens.stop_reason) for drawing in drawings]
         reason = drawings[-1].tokens.stop_reason
         if form is None:
@@ -203,8 +201,8 @@ async def _events(body: MessagesBody, named: Named, form: ReplyForm | None, answ
             yield shown
     (output,) = await answer.outputs()
     usage = _usage(answer.prompt_tokens(), output)
-    ids = _sampled(sampled) if body.return_token_ids else {}
-    ended = _named("message_delta", delta=_end(reason, reply), usage=usage, **ids)
+    ids = {"token_ids": tokens.tolist(), "logprobs": logprobs.tolist()} if body.return_token_ids else {}
+    ended = await ENCODING.run(partial(_named, "message_delta", delta=_end(reason, reply), usage=usage, **ids))
     yield blocks.end() + ended + _named("message_stop")
 
 

@@ -93,7 +93,8 @@ def create_app(
             allow_origins=backend.options.cors_origins,
             allow_methods=["GET", "POST", "PUT", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["Retry-After", "X-Request-Id"],
+            allow_private_network=True,  # Chromium's pages of the internet ask for it
+            expose_headers=["Retry-After", "Retry-After-Ms", "X-Request-Id"],
         )
     app.add_middleware(ForwardedAddress, proxies=proxies)
     for module in ROUTES:

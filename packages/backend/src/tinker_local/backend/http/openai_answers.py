@@ -1,5 +1,6 @@
 """The answers of OpenAI's API: texts, logprobs and usage of samples, whole or as they are drawn."""
 
+import asyncio
 import codecs
 import json
 import math
@@ -7,6 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,14 @@ from tinker_local.backend.rendering.rendered_input import ReadPrompt
 from tinker_local.backend.rendering.text import TextCodec
 from tinker_local.backend.rendering.tools import Reply, ReplyForm, ReplyPiece
 from tinker_local.backend.sampling.sampler import DrawnTokens
+from tinker_local.backend.threads import ENCODING
 from tinker_local.types import SampledSequence, SampleOutput, TopkLogprobs
 
 MAX_CELLS = 2**19
 """Logprobs in an answer that is not streamed: each takes some hundred bytes of JSON."""
+
+MAX_ECHOED = 2**20
+"""Tokens of prompts in an answer, of all its choices: each takes some bytes of JSON."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -30,6 +36,12 @@ Row = tuple[int, float | None, Sequence[tuple[int, float]]]
 """A token, its logprob, and the likeliest at its place."""
 
 NO_FIELDS: Mapping[str, Any] = {}
+
+CHANGED = 16
+"""Bytes of a text that its tokenizer may have written otherwise."""
+
+SEEN_BEFORE = 4
+"""Tokens of a prompt behind which an answer is decoded."""
 
 NOTHING_SAMPLED = np.zeros(0, np.int32)
 
@@ -77,6 +89,11 @@ class Asked:
         echoes = tuple(prompt if isinstance(prompt, str) else None for prompt in body.prompt) if body.echo else ()
         return replace(asked, likeliest=body.logprobs, echoes=echoes, sampled=body.max_tokens != 0)
 
+    @property
+    def repeats_prompts(self) -> bool:
+        """Whether each choice has its prompt."""
+        return bool(self.echoes) or (self.ids and not self.chat)
+
     def head(self, *, chunk: bool) -> Json:
         """What every answer has."""
         kind = "text_completion" if not self.chat else "chat.completion.chunk" if chunk else "chat.completion"
@@ -91,7 +108,9 @@ class Choice:
     def __init__(self, asked: Asked, text: TextCodec, index: int, read: ReadPrompt) -> None:
         self._asked = asked
         self._text = text
-        self._reply = Reply(text, asked.stops, asked.form)
+        # Behind the prompt, since some decoders drop the blank at the beginning of a text.
+        before = [] if asked.chat else read.token_ids[-SEEN_BEFORE:].tolist()
+        self._reply = Reply(text, asked.stops, asked.form, before)
         self.read = read
         self.echo = ""
         if asked.echoes:
@@ -99,7 +118,6 @@ class Choice:
             self.echo = text.decode_all(read.token_ids.tolist()) if given is None else given
         self._offset = len(self.echo)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._any = False
         self.index = index
         self.tokens = 0
         self.begun = False
@@ -139,7 +157,11 @@ class Choice:
         tokens, logprobs = self.read.token_ids.tolist(), output.prompt_logprobs.tolist()
         likeliest = [()] * len(tokens) if (topk := output.topk_prompt_logprobs) is None else rows_of(topk)
         rows: list[Row] = list(zip(tokens, [None, *logprobs[1:]], likeliest, strict=True))
-        return self._of_completion(rows, offsets_in(self.echo, [self._text.token_bytes(token) for token in tokens]))
+        parts = [(self._text.token_bytes(token), self._is_special(token)) for token in tokens]
+        return self._of_completion(rows, offsets_in(self.echo, parts))
+
+    def _is_special(self, token: int) -> bool:
+        return self._text.decode([token]) != self._text.decode_all([token])
 
     def _of_completion(self, rows: Sequence[Row], offsets: Sequence[int]) -> Json:
         return {
@@ -162,12 +184,7 @@ class Choice:
 
     def _offset_of(self, token: int) -> int:
         """In which character of the text the bytes of the next token begin."""
-        parts, shown = self._text.token_bytes(token), self._text.decode([token])
-        if shown != self._text.decode_all([token]):  # a special token
-            parts = b""
-        elif not self._any and parts[:1] == b" " and not shown.startswith(" "):
-            parts = parts[1:]  # the decoder drops a blank at the beginning of a text
-        self._any = self._any or bool(parts)
+        parts = b"" if self._is_special(token) else self._text.token_bytes(token)
         if parts and not 0x80 <= parts[0] < 0xC0:  # what a character lacks before it will never come
             self._offset += len(self._utf8.decode(b"", final=True))
         found = self._offset
@@ -200,15 +217,18 @@ def _by_id(token: int) -> str:
     return f"token_id:{token}"
 
 
-def offsets_in(text: str, tokens: Sequence[bytes]) -> list[int]:
-    """In which character of `text` each of its tokens begins. One that a tokenizer adds, and does not stand in the
-    text, has no characters."""
+def offsets_in(text: str, tokens: Sequence[tuple[bytes, bool]]) -> list[int]:
+    """In which character of `text` each of its tokens begins: their bytes, and whether they are special. One that a
+    tokenizer adds, and does not stand in the text, has no characters. Behind what a tokenizer has changed (to NFC),
+    the next one that stands within `CHANGED` bytes is right again."""
     written, at, starts = text.encode("utf-8", "replace"), 0, []
-    for token in tokens:
-        starts.append(at)
+    for token, is_special in tokens:
         # Some tokenizers put a blank before a text.
-        found = next((part for part in (token, token.removeprefix(b" ")) if written.startswith(part, at)), b"")
-        at += len(found)
+        part = next((part for part in (token, token.removeprefix(b" ")) if written.startswith(part, at)), None)
+        if part is None and not is_special and (later := written.find(token, at, at + CHANGED)) >= 0:
+            part, at = token, later
+        starts.append(at)
+        at += len(part or b"")
     begins = np.cumsum([byte & 0xC0 != 0x80 for byte in written], dtype=np.int64) - 1
     return [*map(int, np.append(begins, len(text))[starts])]
 
@@ -275,9 +295,7 @@ def _choice(asked: Asked, choice: Choice, drawn: DrawnTokens, output: SampleOutp
         logprobs = {name: None if part is None else [*before[name], *part] for name, part in logprobs.items()}
     content = {"message": _message(piece)} if asked.chat else {"text": choice.echo + piece.text}
     found = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.reason(drawn)}
-    if asked.ids:
-        found |= ({} if asked.chat else prompt_fields(choice.read)) | {"token_ids": list(drawn.tokens)}
-    return found
+    return found | ({"token_ids": list(drawn.tokens)} if asked.ids else {})
 
 
 def whole_answer(asked: Asked, named: Named, answer: Answer, outputs: Sequence[SampleOutput]) -> bytes:
@@ -287,9 +305,10 @@ def whole_answer(asked: Asked, named: Named, answer: Answer, outputs: Sequence[S
         outputs = [_unsampled(output) for output in outputs]
     choices: list[Json] = []
     for at, output in enumerate(outputs):
+        prompt = prompt_fields(answer.read[at]) if asked.ids and not asked.chat else {}  # once for all samples
         for sequence in output.sequences:
             choice = Choice(asked, named.text, len(choices), answer.read[at])
-            choices.append(_choice(asked, choice, whole(sequence), output))
+            choices.append(_choice(asked, choice, whole(sequence), output) | prompt)
     found = {**asked.head(chunk=False), "choices": choices, "usage": usage(answer.prompt_tokens(), outputs)}
     if asked.ids and asked.chat:
         found |= prompt_fields(answer.read[0])
@@ -325,7 +344,10 @@ async def events(asked: Asked, named: Named, answer: Answer) -> AsyncIterator[by
         for drawing in drawings:
             index = drawing.prompt * asked.num_samples + drawing.tokens.sample
             read = answer.read[drawing.prompt]
-            choice = choices.get(index) or choices.setdefault(index, Choice(asked, named.text, index, read))
+            if (choice := choices.get(index)) is None:
+                # In a thread where it decodes the prompt.
+                made = partial(Choice, asked, named.text, index, read)
+                choice = choices[index] = await ENCODING.run(made) if asked.echoes else made()
             piece, logprobs = choice.add(drawing.tokens)
             reason, tokens = choice.reason(drawing.tokens), list(drawing.tokens.tokens)
             ids: Json = {"token_ids": tokens} if asked.ids and tokens else {}
@@ -341,6 +363,8 @@ async def events(asked: Asked, named: Named, answer: Answer) -> AsyncIterator[by
                 end = None if asked.chat else reason
                 text = {"content" if asked.chat else "text": echo + piece.text} if piece.text or not piece.calls else {}
                 parts.append(chunk(index, text | _deltas(piece), logprobs, end, ids))
+            if "prompt_token_ids" in ids:  # each may take milliseconds, in which others wait
+                await asyncio.sleep(0)
             if asked.chat and reason:
                 parts.append(chunk(index, {}, None, reason))
         if parts:

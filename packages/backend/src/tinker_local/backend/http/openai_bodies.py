@@ -277,7 +277,7 @@ def _as_prompts(prompt: Any) -> Any:
 
 
 def _as_count(logprobs: Any) -> Any:
-    """true and false are meant for chat completions, and are 1 and none here, as in vLLM's server."""
+    """true and false are meant for chat completions, and are 1 (as in vLLM's server) and none here."""
     return (1 if logprobs else None) if isinstance(logprobs, bool) else logprobs
 
 
@@ -293,8 +293,8 @@ class CompletionBody(Body):
 
     @model_validator(mode="after")
     def _of_echo(self) -> Self:
-        if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens: 0 is only for echo=true")
+        if self.max_tokens == 0 and (self.stream or not self.echo):
+            raise ValueError("max_tokens: 0 is only for echo=true and stream=false")
         if self.echo and self.stream and self.logprobs is not None:
             raise ValueError("echo: with logprobs only for stream=false")
         return self

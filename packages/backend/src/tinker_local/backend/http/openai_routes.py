@@ -9,7 +9,7 @@ from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http.access import NAMED_MODEL, Backend, ToList, caller_of, check_readable
 from tinker_local.backend.http.bodies import parse
 from tinker_local.backend.http.event_stream import WholeAnswer, begun, unless_left
-from tinker_local.backend.http.openai_answers import MAX_CELLS, Asked, events, whole_answer
+from tinker_local.backend.http.openai_answers import MAX_CELLS, MAX_ECHOED, Asked, events, whole_answer
 from tinker_local.backend.http.openai_bodies import Body, ChatBody, ChatPrompt, CompletionBody
 from tinker_local.backend.http.sampling_routes import body_limits
 from tinker_local.backend.rendering.tools import OfferedTools, ReplyForm
@@ -119,15 +119,21 @@ async def _answered(
     form: ReplyForm | None = None,
 ) -> Response:
     asked, most = Asked.of(body, form), backend.options.max_num_samples
+    echoed = asked.num_samples * sum(prompt.length for prompt in prompts) if asked.repeats_prompts else 0
+    if echoed > MAX_ECHOED:
+        raise InvalidRequestError(
+            f"n: {asked.num_samples} choices with {echoed // asked.num_samples} tokens of prompts are {echoed} tokens, "
+            f"more than {MAX_ECHOED}; leave out echo and return_token_ids, or ask for less at a time"
+        )
     if asked.likeliest is not None and not body.stream:
         tokens = body.most_tokens() or named.base.max_context_length
-        echoed = sum(prompt.length for prompt in prompts) if asked.echoes else 0
-        cells = asked.num_samples * (len(prompts) * tokens + echoed) * (1 + asked.likeliest)
+        echoed = echoed if asked.echoes else 0
+        cells = (asked.num_samples * len(prompts) * tokens + echoed) * (1 + asked.likeliest)
         if cells > MAX_CELLS:
             raise InvalidRequestError(
                 f"logprobs: {asked.num_samples * len(prompts)} choices of up to {tokens} tokens"
                 f"{f' and {echoed} of prompts' if echoed else ''} with {asked.likeliest} others are {cells} logprobs, "
-                f"more than {MAX_CELLS}; give max_tokens, or {'fewer prompts' if echoed else 'stream=true'}"
+                f"more than {MAX_CELLS}; give {'fewer prompts or logprobs' if echoed else 'max_tokens, or stream=true'}"
             )
     if asked.num_samples * len(prompts) > most:
         raise InvalidRequestError(

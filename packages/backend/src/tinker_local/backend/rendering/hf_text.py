@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 _CUT, _WRITTEN = "\u241f", "\u241e"
 _CUTS = re.compile(f"{_CUT}(?!{_WRITTEN})")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-_WORD = re.compile(r"[A-Za-z_]\w*")
+_WORD = re.compile(r"</?think>|[A-Za-z_]\w*")
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 """A token that is a byte, where what the vocabulary lacks falls back to bytes, as in Gemma's and Llama 2's."""
@@ -39,7 +39,7 @@ _PARAMETERS = (
 _SWITCH = "enable_thinking"
 """The variable that switches thinking off, in templates of several families."""
 
-_THOUGHTS = frozenset({"think", "reasoning_effort"})
+_THOUGHTS = frozenset({"<think>", "</think>", "reasoning_effort"})
 """Words of templates of models that think."""
 
 _TOOL_WORDS = {"tools": "tools", "tool_calls": "calls of the assistant", "tool": "results of tools"}

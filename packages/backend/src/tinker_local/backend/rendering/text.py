@@ -86,11 +86,14 @@ class TextSoFar:
     there. `stopped`: which of `stops` ended it.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stops: Sequence[str], before: Sequence[int] = ()
+    ) -> None:
+        """`before`: tokens that it follows, which are not in it."""
         self._decode = decode
         self._stops = stops
-        self._tokens: list[int] = []
-        self._begin = self._read = 0
+        self._tokens = [*before]
+        self._begin, self._read = 0, len(before)
         self._held = ""
         self.stopped: str | None = None
 

@@ -88,10 +88,13 @@ class ToolFormat(Protocol):
 class Reply:
     """One sequence as text and calls. It ends before the first of `stops`. `called`: there was a call."""
 
-    def __init__(self, codec: TextCodec, stops: Sequence[str], form: ReplyForm | None) -> None:
+    def __init__(
+        self, codec: TextCodec, stops: Sequence[str], form: ReplyForm | None, before: Sequence[int] = ()
+    ) -> None:
+        """`before`: tokens that it follows, as part of one text."""
         self._codec = codec
         self._special = form is not None and form.special
-        self._so_far = TextSoFar(codec.decode_all if self._special else codec.decode, stops)
+        self._so_far = TextSoFar(codec.decode_all if self._special else codec.decode, stops, before)
         self._reader = None if form is None else form.reader()
         self.called = False
 

@@ -196,6 +196,47 @@ def _place(parts_bn: torch.Tensor, share_b1: torch.Tensor) -> tuple[torch.Tensor
     return at_b1, (target_b1 - below_b1) / (sums_bn.gather(1, at_b1) - below_b1)
 
 
+def apply_penalties_where_sampled(runner: Any) -> None:
+    """Make `runner` (a V1 model runner) lower the logits of tokens that were sampled, of the requests with penalties.
+
+    vLLM counts the tokens of prompt and answer of every request of the step, over the vocabulary, on the device.
+    """
+    batch = runner.input_batch
+    batch._make_prompt_token_ids_cpu_tensor = lambda: torch.empty((batch.num_reqs, 0), dtype=torch.int64)
+
+    def apply(logits_bv: torch.Tensor, settings: Any, output_token_ids: Sequence[Sequence[int]]) -> torch.Tensor:
+        if not settings.no_penalties:
+            rows = slice(batch.num_reqs)
+            lower(logits_bv, batch.presence_penalties_cpu[rows], batch.frequency_penalties_cpu[rows], output_token_ids)
+        return logits_bv
+
+    runner.sampler.apply_penalties = apply
+
+
+def lower(
+    logits_bv: torch.Tensor,
+    presence_b: npt.NDArray[np.float32],
+    frequency_b: npt.NDArray[np.float32],
+    sampled: Sequence[Sequence[int]],
+) -> None:
+    """Lower the logits of `sampled` of each row by its presence penalty, and for each time by its frequency penalty.
+    Negative ids stand for tokens that are not known yet, and are left out."""
+    rows = np.flatnonzero((presence_b != 0) | (frequency_b != 0)).tolist()
+    ids, counts = [], []
+    for row in rows:
+        tokens = np.asarray(sampled[row], np.int64)
+        which, how_often = np.unique(tokens[tokens >= 0], return_counts=True)
+        ids.append(which)
+        counts.append(how_often)
+    if not rows:
+        return
+    row_of_each = np.repeat(rows, [which.size for which in ids])
+    amounts = presence_b[row_of_each] + np.concatenate(counts) * frequency_b[row_of_each]
+    arrays = row_of_each, np.concatenate(ids), amounts.astype(np.float32)
+    where_row, where_id, amount = (torch.from_numpy(array).to(logits_bv.device) for array in arrays)
+    logits_bv[where_row, where_id] -= amount.to(logits_bv.dtype)
+
+
 class FullVocabularyDraw(nn.Module):
     """In place of vLLM's `TopKTopPSampler`, which gets logits that are divided by each request's temperature.
 

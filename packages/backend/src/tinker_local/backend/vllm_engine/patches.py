@@ -276,6 +276,10 @@ def _draw(engine: Any, events: EngineEvents) -> None:
     draw_tokens.FullVocabularyDraw.install(model_runner(engine))
 
 
+def _apply_penalties(engine: Any, events: EngineEvents) -> None:
+    draw_tokens.apply_penalties_where_sampled(model_runner(engine))
+
+
 def _rewind_discarded_draws(engine: Any, events: EngineEvents) -> None:
     runner = model_runner(engine)
     if runner.device.type == "cpu":
@@ -638,6 +642,19 @@ PATCHES = (
         hook="none: a custom LogitsProcessor runs before the temperature and returns no logprobs",
         used_in=("draw_tokens.py",),
         to_engine=_draw,
+    ),
+    Patch(
+        "penalties lower the logits of what was sampled, of requests that have penalties",
+        "vLLM counts the tokens of all requests over the vocabulary in each step, in memory that the plan lacks",
+        "0.26 to 0.32",
+        (
+            "apply_penalties",
+            "_make_prompt_token_ids_cpu_tensor",
+            *("presence_penalties_cpu", "frequency_penalties_cpu", "no_penalties"),
+        ),
+        ("sampling/test_penalties.py::test_logprobs_are_of_the_logits_after_penalties",),
+        used_in=("draw_tokens.py",),
+        to_engine=_apply_penalties,
     ),
     Patch(
         "a draw for a request whose prompt is incomplete is undone from our own copy of the generator's state",
