@@ -269,7 +269,7 @@ def _without(tensors: dict[str, Any], *names: str) -> None:
         ),
         pytest.param(
             {},
-            lambda t: t.update({"base_model.model.model.norm.lora_A.weight": torch.zeros(4, 64)}),
+            lambda t: t.update({f"base_model.model.model.norm.lora_{f}.weight": torch.zeros(4, 64) for f in "AB"}),
             "model.norm.lora_A.weight: adapters of this model do not train the module 'model.norm'",
             id="target",
         ),

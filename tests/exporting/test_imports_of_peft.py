@@ -199,8 +199,8 @@ def test_null_and_false_fields_of_any_name_are_taken(tuned: Make, tmp_path: Path
     """As PEFT, unsloth and others write them."""
     model = tuned("qwen3").model
     write(tmp_path, model, target_modules=["q_proj"])
-    names = ("corda_config", "eva_config", "lora_bias", "target_parameters", "trainable_token_indices", "bias")
-    names += ("exclude_modules", "megatron_config", "layer_replication", "new_method", "init_lora_weights", "use_dora")
+    names = ["corda_config", "eva_config", "lora_bias", "target_parameters", "trainable_token_indices", "bias"]
+    names += ["exclude_modules", "megatron_config", "layer_replication", "new_method", "init_lora_weights", "use_dora"]
     given = json.loads((tmp_path / CONFIG).read_text()) | dict.fromkeys(names)
     given |= {"another_method": False, "qalora_group_size": 16, "loftq_config": {}, "rank_pattern": None}
     given["auto_mapping"] = {"base_model_class": "Qwen3ForCausalLM", "unsloth_fixed": True}
