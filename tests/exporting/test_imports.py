@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tinker_local.backend.adapters.adapter import AdapterState
 from tinker_local.backend.adapters.peft_adapters import read_peft_adapter
+from tinker_local.backend.adapters.whole_matrices import check_whole_matrices
 from tinker_local.backend.exporting import export_checkpoint
 from tinker_local.backend.families import family_of
 from tinker_local.backend.tiny_models import make_tiny_text_model
@@ -35,6 +37,7 @@ def imported(folder: Path, model: Path) -> Iterator[tuple[HFTrainer, AdapterStat
     """A trainer of `model` that has the adapter in `folder` as `a`, its state, and the notes."""
     family = family_of(transformers.AutoConfig.from_pretrained(model).model_type, "")
     adapter = read_peft_adapter(folder, family)
+    check_whole_matrices(adapter.matrices, str(model))
     trainer = HFTrainer(TrainerConfig(str(model), name="tiny/served", dtype="float32", device="cpu"))
     trainer.create_adapter("a", adapter.config(family))
     state, notes = adapter.state(trainer.capture("a", optimizer=False), family)
@@ -52,6 +55,21 @@ def by_peft(folder: Path, model: Path, b: float = 0.3, **config: Any) -> np.ndar
             torch.nn.init.normal_(weight, std=b)
     wrapped.save_pretrained(str(folder), save_embedding_layers=False)
     return hf_logprobs(wrapped, asked(model))
+
+
+def by_from_pretrained(folder: Path, model: Path) -> np.ndarray:
+    """The logprobs of what PEFT loads, without a warning of tensors that are missing."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        return hf_logprobs(peft.PeftModel.from_pretrained(load(model), str(folder)).eval(), asked(model))
+
+
+def assert_computes(trainer: HFTrainer, model: Path, expected: np.ndarray) -> None:
+    """That the trainer's adapter `a` and PEFT's model have the same logprobs."""
+    prompt = rendered(model, asked(model))
+    exact, moved = Exact(trainer).logprobs("a", prompt)
+    for logprobs in (trainer.logprobs("a", prompt)[-12:], expected):
+        assert_near(logprobs, exact[-12:], moved)
 
 
 @pytest.mark.mutation(
@@ -93,10 +111,10 @@ LANGUAGE = r".*language_model.*\.(q_proj|o_proj|up_proj)"
 
 
 @pytest.mark.mutation(
-    "alpha-of-peft-ignored", "read_peft_adapter", "factor = alpha / LORA_ALPHA", "factor = 1.0", cases=("qwen3-",)
+    "alpha-of-peft-ignored", "PeftAdapter.state", "factor = module.alpha *", "factor = 32 *", cases=("qwen3-",)
 )
 @pytest.mark.mutation(
-    "rslora-taken-for-lora", "read_peft_adapter", "factor *= math.isqrt(rank)", "pass", cases=("rslora",)
+    "rslora-taken-for-lora", "PeftConfig.divisor", "if self.rslora else rank", "if False else rank", cases=("rslora",)
 )
 @pytest.mark.parametrize(
     ("family", "config", "notes"),
@@ -105,7 +123,7 @@ LANGUAGE = r".*language_model.*\.(q_proj|o_proj|up_proj)"
         pytest.param(
             "qwen3",
             {"target_modules": ["q_proj", "v_proj", "lm_head"], "lora_alpha": 24, "lora_dropout": 0.1},
-            ["lora_dropout 0.1", "has no k_proj, o_proj: these begin with B = 0", "by 0.75, rounded"],
+            ["lora_dropout 0.1", "has no k_proj, o_proj: A and B of these are 0", "by 0.75, rounded"],
             id="qwen3-some",
         ),
         pytest.param(
@@ -135,11 +153,7 @@ def test_what_peft_wrote_computes_what_pefts_model_does(
     with imported(tmp_path, trained.model) as (trainer, _, told):
         assert len(told) == len(notes)
         assert all(part in note for part, note in zip(notes, told, strict=True)), told
-        prompt = rendered(trained.model, asked(trained.model))
-        found = trainer.logprobs("a", prompt)[-12:]
-        exact, moved = Exact(trainer).logprobs("a", prompt)
-        for logprobs in (found, expected):
-            assert_near(logprobs, exact[-12:], moved)
+        assert_computes(trainer, trained.model, expected)
 
 
 @pytest.fixture(scope="module")
@@ -178,11 +192,29 @@ def _without(tensors: dict[str, Any], *names: str) -> None:
     ("config", "change", "message"),
     [
         pytest.param({"use_dora": True}, None, "use_dora: True is not supported: DoRA", id="dora"),
-        pytest.param({"use_rslora": True, "r": 8}, None, "32 / sqrt(8), which no factor turns exactly", id="rslora"),
         pytest.param({"bias": "lora_only"}, None, "bias: 'lora_only' is not one of ['none']", id="bias"),
         pytest.param({"modules_to_save": ["lm_head"]}, None, "modules_to_save: ['lm_head'] is not", id="whole"),
-        pytest.param({"rank_pattern": {"q_proj": 2}}, None, "rank_pattern: {'q_proj': 2} is not", id="ranks"),
-        pytest.param({"alpha_pattern": {"q_proj": 2}}, None, "r 4 and lora_alpha 32", id="alphas"),
+        pytest.param({"rank_pattern": {"q_proj": 2}}, None, "q_proj.lora_A.weight: has shape [4, 64]", id="ranks"),
+        pytest.param({"rank_pattern": {"q_proj": 0}}, None, "rank_pattern: {'q_proj': 0}: is not a rank", id="rank-0"),
+        pytest.param({"rank_pattern": [4]}, None, "rank_pattern: [4] is not an object", id="rank-list"),
+        pytest.param({"alpha_pattern": {"q_proj": True}}, None, "{'q_proj': True}: is not between 0", id="alphas"),
+        pytest.param({"alpha_pattern": {"q_proj(": 2}}, None, "(q_proj()' is not a regular expression", id="no-regex"),
+        pytest.param({"layers_to_transform": ["1"]}, None, "['1'] are not numbers of layers", id="layers"),
+        pytest.param({"target_modules": [1]}, None, "target_modules: [1] is not a list of names", id="targets"),
+        pytest.param({"megatron_config": {"x": 1}}, None, "its modules are Megatron's", id="megatron"),
+        pytest.param({"trainable_token_indices": [5]}, None, "rows of the embedding were trained", id="tokens"),
+        pytest.param(
+            {"target_modules": ["q_proj", "v_proj", "gate_proj"]},
+            None,
+            "names gate_proj in target_modules, and adapter_model.safetensors has no tensor of it",
+            id="lost",
+        ),
+        pytest.param(
+            {},
+            lambda t: t.update({f"{Q}.lora_A.other.weight": t[f"{Q}.lora_A.weight"].clone()}),
+            "holds several adapters: None, other",
+            id="two-adapters",
+        ),
         pytest.param({"init_lora_weights": "pissa"}, None, "init_lora_weights: 'pissa' is not one of", id="pissa"),
         pytest.param(
             {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
@@ -224,7 +256,7 @@ def _without(tensors: dict[str, Any], *names: str) -> None:
         pytest.param(
             {},
             lambda t: _without(t, f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"),
-            f"has no {Q}.lora_A.weight, but {Q.replace('0', '1')}.lora_A.weight",
+            "names model.layers.0.self_attn.q_proj in target_modules, and adapter_model.safetensors has no tensor",
             id="missing-layer",
         ),
         pytest.param(
@@ -237,14 +269,14 @@ def _without(tensors: dict[str, Any], *names: str) -> None:
         ),
         pytest.param(
             {},
-            lambda t: t.update({"base_model.model.model.norm.lora_A.weight": torch.zeros(4, 64)}),
+            lambda t: t.update({f"base_model.model.model.norm.lora_{f}.weight": torch.zeros(4, 64) for f in "AB"}),
             "model.norm.lora_A.weight: adapters of this model do not train the module 'model.norm'",
             id="target",
         ),
         pytest.param(
             {},
             lambda t: t.update({"base_model.model.lm_head.base_layer.weight": torch.zeros(4, 64)}),
-            "save_embedding_layers=False",
+            "lm_head.base_layer.weight: has shape [4, 64], and the base model's model.embed_tokens.weight [",
             id="base-layer",
         ),
         pytest.param(
@@ -304,14 +336,16 @@ def test_headers_that_safetensors_takes_and_numpy_or_the_server_would_not_are_re
         read_peft_adapter(tmp_path, family_of("qwen3", ""))
 
 
-def test_joined_parts_with_rslora_are_refused_for_they_have_another_scale(tuned: Make, tmp_path: Path) -> None:
+def test_joined_parts_with_rslora_have_the_scale_that_peft_gives_them(tuned: Make, tmp_path: Path) -> None:
     """PEFT scales them by alpha / sqrt(3 r) with three times the alpha, and the others by alpha / sqrt(r)."""
     trained = tuned("qwen3_5")
     export_checkpoint(trained.checkpoint, tmp_path / "p", to="peft", base=str(trained.model), check=False)
     given = json.loads((tmp_path / "p" / CONFIG).read_text()) | {"use_rslora": True}
     (tmp_path / "p" / CONFIG).write_text(json.dumps(given))
-    with pytest.raises(InvalidRequestError, match="use_rslora: with rank_pattern for in_proj_qkv"):
-        read_peft_adapter(tmp_path / "p", family_of("qwen3_5", ""))
+    expected = by_from_pretrained(tmp_path / "p", trained.model)
+    with imported(tmp_path / "p", trained.model) as (trainer, _, notes):
+        assert len(notes) == 2, notes
+        assert_computes(trainer, trained.model, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -373,11 +407,13 @@ def _changed(name: str, row: int, column: int) -> Callable[[dict[str, torch.Tens
         pytest.param(
             {"target_parameters": ["experts.gate_up_proj"]}, None, "gate_up_proj and down_proj together", id="one"
         ),
-        pytest.param({"target_parameters": "experts.*"}, None, "target_parameters: 'experts.*' is not", id="pattern"),
+        pytest.param({"target_parameters": "experts.*"}, None, "target_parameters: ['experts.*'] is not", id="pattern"),
         pytest.param(
             {"target_parameters": ["other.gate_up_proj", "other.down_proj"]}, None, "holds no tensor", id="elsewhere"
         ),
-        pytest.param({"rank_pattern": {"gate_up_proj": 4}}, None, "rank_pattern: {'gate_up_proj': 4}", id="rank"),
+        pytest.param(
+            {"rank_pattern": {"gate_up_proj": 4}}, None, "rank 4 of model.layers.0.mlp.experts.gate_up_proj", id="rank"
+        ),
     ],
 )
 def test_experts_of_peft_that_would_not_be_the_same_adapter_are_refused(

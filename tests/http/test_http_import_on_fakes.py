@@ -101,10 +101,12 @@ async def test_an_adapter_of_some_modules_and_another_alpha_is_told_on_fakes(api
     _, folder = await trained(api)
     tensors = {name: array for name, array in load_file(folder / WEIGHTS).items() if name.startswith(PATH)}
     save_file(tensors, tmp_path / "w")
-    config = json.loads((folder / CONFIG).read_text()) | {"lora_alpha": 8}
+    config = json.loads((folder / CONFIG).read_text()) | {"lora_alpha": 8, "target_modules": ["o_proj"]}
     body = archive(folder, config=json.dumps(config).encode(), weights=(tmp_path / "w").read_bytes())
     told = (await send(api, body)).json()
     assert told["notes"] == ["the adapter's scale is 2, and 32 / r = 8 here: B was multiplied by 0.25, exactly"]
+    for path in (told["path"], told["sampler_path"]):
+        assert (await api.backend.checkpoints.get(path)).user_metadata == {"import": told["notes"][0]}
     record = await api.backend.checkpoints.get(told["sampler_path"])
     found = load_file(api.backend.store.checkpoint_folder(record) / WEIGHTS)
     assert found.keys() == tensors.keys()

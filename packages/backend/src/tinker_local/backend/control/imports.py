@@ -9,10 +9,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tinker_local.backend.adapters.adapter import AdapterState
-from tinker_local.backend.adapters.peft_adapters import MAX_CONFIG_BYTES, PeftAdapter, read_peft_adapter
+from tinker_local.backend.adapters.peft_adapters import PeftAdapter, read_peft_adapter
+from tinker_local.backend.adapters.peft_config import MAX_CONFIG_BYTES
+from tinker_local.backend.adapters.whole_matrices import bytes_of_whole_matrices, check_whole_matrices
 from tinker_local.backend.control.callers import LOCAL, Caller
 from tinker_local.backend.control.checkpoints import Checkpoints
-from tinker_local.backend.control.sessions import LONGEST_NAME, Sessions
+from tinker_local.backend.control.sessions import LONGEST_NAME, LONGEST_VALUE, Sessions
 from tinker_local.backend.control.training_commands import Training
 from tinker_local.backend.control.training_runs import TrainingRuns, new_run
 from tinker_local.backend.families import family_of
@@ -36,6 +38,9 @@ from tinker_local.types.errors import brief
 
 OTHER_FILE_BYTES = MAX_CONFIG_BYTES + 2**20
 """Of an adapter's files besides its weights: the configuration, and headers."""
+
+NOTES = "import"
+"""The entry of a checkpoint's `user_metadata` that has the notes of its import."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +76,15 @@ class Imports:
         shutil.rmtree(self._folder, ignore_errors=True)  # of a server that was killed
 
     def most_bytes(self, base_model: str) -> int:
-        """The files of an adapter of `base_model` are not larger: one of the largest rank, with an optimizer."""
-        trainer, config = self._models.get(base_model).engines.trainer, LoraConfig(rank=self._options.max_rank)
+        """The files of an adapter of `base_model` are not larger: one of the largest rank, with an optimizer, and whole
+        matrices beside it. Blocks."""
+        base = self._models.get(base_model)
+        trainer, config = base.engines.trainer, LoraConfig(rank=self._options.max_rank)
         most = trainer.adapter_bytes(config)
         if self._options.train_vision:
             with suppress(InvalidRequestError):  # the model reads text only, or its tower stays as it is
                 most = trainer.adapter_bytes(config.model_copy(update={"train_vision": True}))
-        return most + OTHER_FILE_BYTES
+        return most + bytes_of_whole_matrices(base.path) + OTHER_FILE_BYTES
 
     @asynccontextmanager
     async def place(self, owner: str) -> AsyncIterator[Path]:
@@ -98,7 +105,8 @@ class Imports:
         """The adapter in `folder` as two checkpoints `name` of a new run: one to train on, with a fresh optimizer, and
         one to sample. `other_base`: although the adapter names another base model than `base_model`.
 
-        InvalidRequestError names what of the adapter cannot become a checkpoint; nothing is left of it then.
+        The checkpoints' `user_metadata` has the notes as `import`. InvalidRequestError names what of the adapter cannot
+        become a checkpoint; nothing is left of it then.
         """
         if check_checkpoint_name(name) == AUTOSAVE:
             raise InvalidRequestError(f"name: {AUTOSAVE!r} is the name of what the server saves by itself")
@@ -108,15 +116,17 @@ class Imports:
         adapter = await DISK.run(read_peft_adapter, folder, family)
         if not other_base:
             _check_base(adapter.base_model, base, base_model)
+        await DISK.run(check_whole_matrices, adapter.matrices, base.path)
         config = adapter.config(family)
         session = CreateSessionRequest(display_name=f"import of {name}"[:LONGEST_NAME])
         session_id = await self._sessions.create(session, caller=caller)
         model_id = model_id_in(session_id, 0)
         try:
             notes = await self._load(base, base_model, model_id, adapter, config)
-            sampler = SaveWeightsForSamplerRequest(model_id=model_id, seq_id=1, path=name)
+            told = {NOTES: "; ".join(notes)[:LONGEST_VALUE]} if notes else None
+            sampler = SaveWeightsForSamplerRequest(model_id=model_id, seq_id=1, path=name, user_metadata=told)
             sampler_path = (await (await self._training.save_weights_for_sampler(sampler)))["path"]
-            training = SaveWeightsRequest(model_id=model_id, seq_id=2, path=name)
+            training = SaveWeightsRequest(model_id=model_id, seq_id=2, path=name, user_metadata=told)
             path = (await (await self._training.save_weights(training)))["path"]
         except BaseException as error:
             try:

@@ -1,5 +1,7 @@
 """Model families, one module each, by `model_type` of their Hugging Face config; `other` is for all without one."""
 
+from dataclasses import replace
+
 from tinker_local.backend.families import (
     gemma2,
     gemma3,
@@ -39,7 +41,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe": qwen3_5_moe.FAMILY,
     "qwen3_5_moe_text": qwen3_5_moe.TEXT,
 }
-
+FAMILIES = {model_type: replace(family, model_type=model_type) for model_type, family in FAMILIES.items()}
 
 OTHER = other.FAMILY
 NO_FAMILY = "model_type {!r} is supported for text alone, and this model has a part for images or sound"

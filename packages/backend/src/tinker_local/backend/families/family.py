@@ -157,7 +157,7 @@ class Family:
     LM head as it is. `quantized`: what to do with a checkpoint in fewer bits, which is refused. `hosted_attention`:
     what exports call the modules `self_attn`. `tool_parser`: of vLLM, for the form in which models of the family write
     calls of tools; None if they have none. `unused_tokens`: that published tokenizers have beyond the rows of the
-    embedding.
+    embedding. `model_type`: of its configs; empty for architectures without a family.
     """
 
     auto_class: str = "AutoModelForCausalLM"
@@ -171,6 +171,7 @@ class Family:
     hosted_attention: str = "self_attn"
     tool_parser: str | None = None
     unused_tokens: tuple[str, ...] = ()
+    model_type: str = ""
 
     @property
     def one_copy(self) -> bool:

@@ -30,7 +30,7 @@ async def import_adapter(
     other_base: bool = False,
 ) -> dict[str, Any]:
     """Checkpoints of an adapter that PEFT or an export wrote. Not part of the Tinker API."""
-    caller, most = caller_of(request), backend.imports.most_bytes(base_model)
+    caller, most = caller_of(request), await DISK.run(backend.imports.most_bytes, base_model)
     async with backend.imports.place(caller.owner) as folder:
         await _receive(request, backend, folder, most)
         imported = await backend.imports.add(folder, base_model, name, other_base=other_base, caller=caller)
