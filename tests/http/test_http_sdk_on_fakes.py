@@ -157,6 +157,26 @@ def test_metrics_that_are_not_finite_are_told_apart_on_fakes(
     assert metrics == {"a_is_nan": 1.0, "b_is_inf": -1.0, "c": 1.5}
 
 
+def test_ones_beside_a_policy_loss_are_accepted_and_a_mask_is_refused_on_fakes(service: Any) -> None:
+    """As programs send them, with the SDK's conversions."""
+    client = service.create_lora_training_client(base_model="fake/bigram", rank=2)
+    given = datum([5, 9, 20])
+    length = given.model_input.length
+    policy = {"target_tokens": given.loss_fn_inputs["target_tokens"]}
+    policy |= {name: np.full(length, -0.5, np.float32) for name in ("logprobs", "advantages")}
+    for name in ("weights", "mask"):
+        for ones in (np.ones(length, np.float32), np.ones(length, np.int64)):
+            sent = tinker.Datum(model_input=given.model_input, loss_fn_inputs=policy | {name: ones})
+            for loss_fn in ("importance_sampling", "ppo", "cispo", "dro"):
+                client.forward_backward([sent], loss_fn).result(timeout=60)
+        mask = np.where(np.arange(length) < length - 1, ones, 0)
+        masked = tinker.Datum(model_input=given.model_input, loss_fn_inputs=policy | {name: mask})
+        with pytest.raises(
+            tinker.RequestFailedError, match=rf"data\[1\].loss_fn_inputs.{name}: 0.* position {length - 1}"
+        ):
+            client.forward_backward([sent, masked], "ppo").result(timeout=60)
+
+
 def test_custom_loss_of_the_client_works_on_fakes(service: Any) -> None:
     torch = pytest.importorskip("torch")
     session = service

@@ -21,7 +21,14 @@ from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.prompt_scores import check_sample_topk
-from tinker_local.backend.sampling.sampler import Drawn, SampleWork, bytes_of, sampled_tokens, token_budget
+from tinker_local.backend.sampling.sampler import (
+    Drawn,
+    SampleWork,
+    bytes_of,
+    sampled_tokens,
+    scores_alone,
+    token_budget,
+)
 from tinker_local.backend.scheduling.operations import (
     ACTIVE,
     OBJECT_BYTES,
@@ -432,7 +439,7 @@ class Sampling:
     ) -> SampleOutput:
         images, engines = len(prompt.images), session.base.engines
         operation.timeline.note(num_samples=request.num_samples, prompt_tokens=prompt.length, images=images)
-        budget = token_budget(prompt.length, request.sampling_params.max_tokens, engines.sampler.max_context_length)
+        budget = _budget(request, prompt.length, engines.sampler.max_context_length)
         check_sample_topk(request.topk_sample_logprobs, request.num_samples, budget, engines.trainer.vocab_size)
         work = SampleWork(
             prompt,
@@ -503,7 +510,13 @@ def _check_context(request: SampleRequest, limit: int) -> None:
         length = request.prompt.length
     except ValueError:
         return
-    token_budget(length, request.sampling_params.max_tokens, limit)
+    _budget(request, length, limit)
+
+
+def _budget(request: SampleRequest, length: int, limit: int) -> int:
+    """How many tokens may follow a prompt of `length`."""
+    wanted = request.sampling_params.max_tokens
+    return token_budget(length, wanted, limit, scored=scores_alone(request, wanted))
 
 
 def with_ids(output: SampleOutput, request_id: str) -> SampleOutput:
