@@ -227,7 +227,7 @@ class Sampling:
             raise NotFoundError(f"sampling_session_id: there is no sampling session {sampling_session_id!r}")
         parent = await DATABASE.run(self._store.get_session, record.session_id)
         if parent is not None and parent.why_ended is not None:
-            raise GoneError(f"sampling_session_id: its session has ended ({parent.why_ended})")
+            raise _gone(record, parent.why_ended)
         if record.nameless:
             raise InternalError(
                 f"the sampler {sampling_session_id} was of an ephemeral save, and the server was restarted since; "
@@ -299,7 +299,7 @@ class Sampling:
         for session in ending:
             del self._open[session.record.sampling_session_id]
             for operation in list(session.running):
-                operation.cancel(GoneError(f"the session {session_id} has ended"))
+                operation.cancel(_gone(session.record))
         await asyncio.gather(
             *(self.ephemeral.remove(session.ephemeral) for session in ending if session.ephemeral is not None)
         )
@@ -500,6 +500,22 @@ class Sampling:
         if base.memory_sharing.trainer_has_memory:
             return memory_state(session.record.session_id, [model.session_id for model in base.scheduler.running])
         return queue.state(operation, base.engines.sampler.sequences_waiting)
+
+
+def _gone(record: SamplingSessionRecord, why: str = "") -> GoneError:
+    """What to do when the session of a sampling client has ended, perhaps known `why`."""
+    again = "ServiceClient().create_sampling_client"
+    if record.nameless:
+        how = (
+            "its weights were of an ephemeral save and are gone. Load a checkpoint of its training run with a new "
+            "ServiceClient, and save again; what save_weights_for_sampler(name) saves survives the session"
+        )
+    elif record.model_path is not None:
+        how = f'create a new sampling client: {again}(model_path="{record.model_path}")'
+    else:
+        how = f'create a new sampling client: {again}(base_model="{record.base_model}")'
+    sampler, reason = record.sampling_session_id, f" ({why})" if why else ""
+    return GoneError(f"sampling_session_id: the session {record.session_id} of {sampler} has ended{reason}; {how}")
 
 
 def _check_context(request: SampleRequest, limit: int) -> None:
