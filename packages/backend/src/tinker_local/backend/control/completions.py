@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tinker_local.backend.control.callers import Caller
+from tinker_local.backend.control.sample_prompts import Prompt
 from tinker_local.backend.control.sampling_sessions import BesidesRequest, Sampling, SamplingSession
 from tinker_local.backend.control.sessions import Sessions
 from tinker_local.backend.rendering.grammar import Grammar
@@ -172,6 +173,8 @@ class Answer:
 
     def __init__(self, operations: Operations, owner: str, unread: "Unread") -> None:
         self.operations: list[Operation[SampleOutput]] = []
+        self.prompts: list[Prompt] = []
+        """Of each operation."""
         self.uncount: list[Callable[[], None]] = []
         """Called when this is closed."""
         self._all = operations
@@ -265,7 +268,8 @@ class Answer:
 
     async def outputs(self) -> list[SampleOutput]:
         """The result for each prompt; if one fails, raises its error. Of a stream, without logprobs."""
-        waiting = [asyncio.ensure_future(_result(operation)) for operation in self.operations]
+        asked = zip(self.operations, self.prompts, strict=True)
+        waiting = [asyncio.ensure_future(_result(operation, prompt)) for operation, prompt in asked]
         try:
             return list(await asyncio.gather(*waiting))
         finally:
@@ -282,7 +286,7 @@ class Answer:
             if not operation.done:
                 operation.cancel(GoneError("the client left"))
             self._all.forget(operation.request_id)
-        self.operations = []
+        self.operations, self.prompts = [], []
 
     def close(self) -> None:
         """`forget`, and count these samples no more."""
@@ -299,8 +303,9 @@ def _bytes_of(drawn: DrawnTokens) -> int:
     return TOPK_BYTES * (len(drawn.tokens) + sum(map(len, drawn.likeliest)))
 
 
-async def _result(operation: Operation[SampleOutput]) -> SampleOutput:
-    return await operation
+async def _result(operation: Operation[SampleOutput], prompt: Prompt) -> SampleOutput:
+    with prompt.named_in_errors():
+        return await operation
 
 
 class Completions:
@@ -361,7 +366,7 @@ class Completions:
         go_on: bool = False,
         tools: Sequence[Tool] = (),
         control_tokens: Collection[str] = (),
-    ) -> ModelInput:
+    ) -> Prompt:
         """A conversation as the model reads it. `control_tokens`: see `as_tokens` of `TextCodec.chat`."""
         texts = [part for message in messages for part in message.parts if isinstance(part, str)]
         texts += [call.arguments for message in messages for call in message.calls]
@@ -369,25 +374,29 @@ class Completions:
         _check_length(texts, named, "messages")
         _check_length([json.dumps(function) for function in functions], named, "tools")
         chat = partial(named.text.chat, go_on=go_on, functions=functions, as_tokens=control_tokens)
-        return await RENDERING.run(chat, messages, variables)
+        images = tuple(field for message in messages for field in message.image_fields)
+        return Prompt(await RENDERING.run(chat, messages, variables), "messages", images)
 
     async def form(self, named: Named, offered: OfferedTools) -> ReplyForm:
         """How the replies to an offer of tools are sampled and read."""
         return await RENDERING.run(_tool_format(named).form, offered)
 
-    async def text_prompt(self, named: Named, text: str) -> ModelInput:
-        """A text as the model reads it."""
-        _check_length((text,), named, "prompt")
-        return await RENDERING.run(named.text.prompt, text)
+    async def text_prompt(self, named: Named, given: str | ModelInput, field: str) -> Prompt:
+        """A text, or token ids, as the model reads it."""
+        if not isinstance(given, str):
+            return Prompt(given, field)
+        _check_length((given,), named, field)
+        return Prompt(await RENDERING.run(named.text.prompt, given), field)
 
-    async def count_tokens(self, named: Named, prompt: ModelInput) -> int:
+    async def count_tokens(self, named: Named, prompt: Prompt) -> int:
         """Positions of a prompt, with those of its images."""
-        return await self._sampling.count_tokens(named.session, prompt)
+        with prompt.named_in_errors():
+            return await self._sampling.count_tokens(named.session, prompt.model_input)
 
     async def sample(
         self,
         named: Named,
-        prompts: Sequence[ModelInput],
+        prompts: Sequence[Prompt],
         params: SamplingParams,
         *,
         num_samples: int,
@@ -405,14 +414,16 @@ class Completions:
                 request = SampleRequest(
                     sampling_session_id=named.session.record.sampling_session_id,
                     seq_id=next(own.numbers),
-                    prompt=prompt,
+                    prompt=prompt.model_input,
                     num_samples=num_samples,
                     sampling_params=params,
                     topk_sample_logprobs=likeliest,
                 )
                 drawn: Callable[[DrawnTokens], None] | None = partial(answer.take, index) if streamed else None
                 besides = BesidesRequest(drawn, grammar, answer.uncount, _event_bytes(request, streamed))
-                answer.operations.append(await self._sampling.sample(request, besides))
+                with prompt.named_in_errors():
+                    answer.operations.append(await self._sampling.sample(request, besides))
+                answer.prompts.append(prompt)
         except BaseException:
             answer.close()
             raise

@@ -152,7 +152,8 @@ class HFText:
             raise InvalidRequestError(f"chat_template_kwargs: this model's template has no {', '.join(unknown)}")
         found = [part for message in messages for part in message.parts if not isinstance(part, str)]
         if found and self._image_token is None:
-            raise InvalidRequestError("messages: an image, but this base model reads text only")
+            fields = [field for message in messages for field in message.image_fields]
+            raise InvalidRequestError(f"{[*fields, 'messages'][0]}: an image, but this base model reads text only")
         if missing := _tool_words(messages, functions) - words:
             raise InvalidRequestError(
                 f"{'tools' if 'tools' in missing else 'messages'}: this model's chat template has no "
