@@ -25,7 +25,6 @@ from tinker_local.types import (
     EncodedTextChunk,
     ImageChunk,
     ModelInput,
-    SampleOutput,
     SamplingParams,
     TensorData,
 )
@@ -68,11 +67,8 @@ def full_before(served: Any, image: Image.Image) -> RenderedInput:
     return prompt
 
 
-async def ask(served: Any, prompt: RenderedInput, **asked: Any) -> SampleOutput:
-    output: SampleOutput = await served.sampler.sample(
-        SampleWork(prompt, None, asked.pop("params", ONE_TOKEN), **asked)
-    )
-    return output
+async def ask(served: Any, prompt: RenderedInput, **asked: Any) -> Any:
+    return await served.sampler.sample(SampleWork(prompt, None, asked.pop("params", ONE_TOKEN), **asked))
 
 
 @pytest.mark.mutation(

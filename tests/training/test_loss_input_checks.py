@@ -132,8 +132,8 @@ def test_ones_of_another_shape_are_refused() -> None:
 @pytest.mark.mutation(
     "not-a-number-becomes-0",
     "_loss_input",
-    "    values = np.asarray(tensor.to_numpy(), dtype=np.float32)\n",
-    "    values = np.nan_to_num(np.asarray(tensor.to_numpy(), dtype=np.float32))\n",
+    "np.asarray(_of_targets_shape(tensor, targets, field_name), dtype=np.float32)",
+    "np.nan_to_num(np.asarray(_of_targets_shape(tensor, targets, field_name), dtype=np.float32))",
 )
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["logprobs", "advantages"])

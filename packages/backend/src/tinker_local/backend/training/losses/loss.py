@@ -266,7 +266,7 @@ def _check_names(datum: Datum, loss: Loss, where: str) -> None:
 
 
 def _ones_for(loss: Loss) -> tuple[str, ...]:
-    """A loss with weights of its own reads them as they are, and a mask beside them may mean anything."""
+    """`ONES`, except for a loss that reads weights: a mask beside them may mean anything."""
     return () if "weights" in loss.inputs else ONES
 
 
