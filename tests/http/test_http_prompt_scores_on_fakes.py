@@ -1,6 +1,6 @@
 """Every question about a prompt through the official SDK: what its users send, and what it decodes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -116,12 +116,13 @@ def test_a_prompt_that_fills_the_context_is_scored_and_no_token_follows_it_on_fa
     output = sampler.sample(whole, 1, one, topk_prompt_logprobs=2, topk_sample_logprobs=2).result(timeout=60)
     assert len(output.topk_prompt_logprobs) == context
     assert [(each.tokens, each.stop_reason) for each in output.sequences] == [([], "length")]
-    for refused in (
+    refusals: list[Callable[[], Any]] = [
         lambda: sampler.sample(whole, 1, one),
         lambda: sampler.sample(whole, 2, one, include_prompt_logprobs=True),
         lambda: sampler.sample(whole, 1, params, include_prompt_logprobs=True),
         lambda: sampler.compute_logprobs(tinker.ModelInput.from_ints([5, *whole.to_ints()])),
-    ):
+    ]
+    for refused in refusals:
         with pytest.raises(tinker.BadRequestError, match="exceeds the model's context window"):
             refused().result(timeout=60)
 

@@ -163,7 +163,7 @@ def test_samplers_of_an_ended_session_fail_at_once_and_say_how_to_make_a_new_one
     with httpx.Client(base_url=server.url, headers=headers, trust_env=False) as http:
         finish = http.post(f"/api/v1/sessions/{session}/finish", json={"reason": {"type": "success"}})
     assert finish.status_code == 204
-    later = [each.sample(PROMPT, 1, params) for each in samplers.values()]
+    later: list[Any] = [each.sample(PROMPT, 1, params) for each in samplers.values()]
     later += [each.compute_logprobs(PROMPT) for each in samplers.values()]
     for future, named_there in zip(later, [*samplers] * 2, strict=True):
         with pytest.raises(tinker.TinkerError) as ended:
@@ -193,7 +193,7 @@ def test_ones_beside_a_policy_loss_are_accepted_and_a_mask_is_refused_on_fakes(s
     client = service.create_lora_training_client(base_model="fake/bigram", rank=2)
     given = datum([5, 9, 20])
     length = given.model_input.length
-    policy = {"target_tokens": given.loss_fn_inputs["target_tokens"]}
+    policy: dict[str, Any] = {"target_tokens": given.loss_fn_inputs["target_tokens"]}
     policy |= {name: np.full(length, -0.5, np.float32) for name in ("logprobs", "advantages")}
     for name in ("weights", "mask"):
         for ones in (np.ones(length, np.float32), np.ones(length, np.int64)):
