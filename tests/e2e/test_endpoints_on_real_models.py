@@ -191,3 +191,25 @@ def test_a_template_gives_the_tokens_of_hugging_face_and_no_message_forges_a_tur
         for value, expected in ((True, "a yes"), (False, "a")):
             chosen = thinks.chat([ChatMessage("user", ("a",))], {"enable_thinking": value}, go_on=False)
             assert tokenizer.decode(chosen.to_tokens()) == expected
+
+
+def test_what_is_wrong_with_a_picture_or_a_number_names_the_clients_field(
+    client: openai.OpenAI, pictured: tuple[Any, ImageChunk]
+) -> None:
+    """By the renderer and by the sampler, which know other names."""
+    (message,), image = pictured
+    cut = f"data:image/png;base64,{base64.b64encode(image.data[:-30]).decode()}"
+    bad = {"type": "image_url", "image_url": {"url": cut}}
+    messages = [HI[0], {"role": "user", "content": [*message["content"], bad]}]
+    with pytest.raises(openai.BadRequestError, match="cannot be decoded") as refused:
+        client.chat.completions.create(model=VISION, messages=messages, max_tokens=1)
+    assert refused.value.param == "messages[1].content[2].image_url.url"
+    with pytest.raises(openai.BadRequestError, match="reads text only") as refused:
+        client.chat.completions.create(model=TEXT, messages=[message], max_tokens=1)
+    assert refused.value.param == "messages[0].content[0].image_url.url"
+    with pytest.raises(openai.BadRequestError, match="too small to sample with") as refused:
+        client.chat.completions.create(model=VISION, messages=[message], max_tokens=1, temperature=1e-9)
+    assert refused.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError, match="outside the vocabulary") as refused:
+        client.completions.create(model=VISION, prompt=[[5], [9, 10**6]], max_tokens=1)
+    assert refused.value.param == "prompt[1][1]"

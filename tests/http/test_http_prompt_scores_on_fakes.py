@@ -1,6 +1,6 @@
 """Every question about a prompt through the official SDK: what its users send, and what it decodes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -98,6 +98,33 @@ def test_what_cannot_be_answered_is_refused_with_the_numbers_on_fakes(sampler: A
     ):
         with pytest.raises(tinker.RequestFailedError, match=message):
             sample(sampler, **options)
+
+
+def test_a_prompt_that_fills_the_context_is_scored_and_no_token_follows_it_on_fakes(sampler: Any) -> None:
+    """As `compute_logprobs` asks for a sample that the context has ended."""
+    context = MODEL.max_context_length
+    params = tinker.SamplingParams(max_tokens=8, seed=1, stop=[])
+    prompt = [5 + index % 90 for index in range(context - 8)]
+    (sequence,) = sampler.sample(tinker.ModelInput.from_ints(prompt), 1, params).result(timeout=60).sequences
+    whole = tinker.ModelInput.from_ints([*prompt, *sequence.tokens])
+    assert whole.length == context
+    assert sampler.compute_logprobs(whole).result()[-8:] == pytest.approx(sequence.logprobs, abs=1e-5)
+    assert sampler.compute_logprobs(whole, prompt_logprobs_last_n=8).result()[-8:] == pytest.approx(
+        sequence.logprobs, abs=1e-5
+    )
+    one = tinker.SamplingParams(max_tokens=1)
+    output = sampler.sample(whole, 1, one, topk_prompt_logprobs=2, topk_sample_logprobs=2).result(timeout=60)
+    assert len(output.topk_prompt_logprobs) == context
+    assert [(each.tokens, each.stop_reason) for each in output.sequences] == [([], "length")]
+    refusals: list[Callable[[], Any]] = [
+        lambda: sampler.sample(whole, 1, one),
+        lambda: sampler.sample(whole, 2, one, include_prompt_logprobs=True),
+        lambda: sampler.sample(whole, 1, params, include_prompt_logprobs=True),
+        lambda: sampler.compute_logprobs(tinker.ModelInput.from_ints([5, *whole.to_ints()])),
+    ]
+    for refused in refusals:
+        with pytest.raises(tinker.BadRequestError, match="exceeds the model's context window"):
+            refused().result(timeout=60)
 
 
 def test_all_off_gives_none_of_it_on_fakes(sampler: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tinker
@@ -145,6 +146,36 @@ def test_refusal_to_sample_training_state_has_the_line_that_makes_a_sampler_vers
     assert made.compute_logprobs(PROMPT).result() == newest.compute_logprobs(PROMPT).result()
 
 
+def test_samplers_of_an_ended_session_fail_at_once_and_say_how_to_make_a_new_one_on_fakes(server: Any) -> None:
+    """And not after retries. What the error says to run, runs."""
+    service = tinker.ServiceClient(base_url=server.url, api_key=server.api_key)
+    training = service.create_lora_training_client(base_model="fake/bigram", rank=2).result()
+    path = training.save_weights_for_sampler("last").result().path
+    named, base = (
+        service.create_sampling_client(**made).result()
+        for made in ({"model_path": path}, {"base_model": "fake/bigram"})
+    )
+    nameless = training.save_weights_and_get_sampling_client().result()
+    samplers = {path: named, "fake/bigram": base, "ephemeral save": nameless}
+    params = tinker.SamplingParams(max_tokens=4)
+    session = path.removeprefix("tinker://").partition(":")[0]
+    headers = {"X-API-Key": server.api_key}
+    with httpx.Client(base_url=server.url, headers=headers, trust_env=False) as http:
+        finish = http.post(f"/api/v1/sessions/{session}/finish", json={"reason": {"type": "success"}})
+    assert finish.status_code == 204
+    later: list[Any] = [each.sample(PROMPT, 1, params) for each in samplers.values()]
+    later += [each.compute_logprobs(PROMPT) for each in samplers.values()]
+    for future, named_there in zip(later, [*samplers] * 2, strict=True):
+        with pytest.raises(tinker.TinkerError) as ended:
+            future.result(timeout=60)
+        message = str(ended.value)
+        assert "has ended" in message, message
+        assert session in message
+        assert named_there in message
+    with tinker.ServiceClient(base_url=server.url, api_key=server.api_key) as again:
+        assert len(again.create_sampling_client(model_path=path).result().compute_logprobs(PROMPT).result()) == 3
+
+
 def test_metrics_that_are_not_finite_are_told_apart_on_fakes(
     server: Any, service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +186,26 @@ def test_metrics_that_are_not_finite_are_told_apart_on_fakes(
     client = service.create_lora_training_client(base_model="fake/bigram", rank=2)
     metrics = client.optim_step(ADAM).result(timeout=60).metrics
     assert metrics == {"a_is_nan": 1.0, "b_is_inf": -1.0, "c": 1.5}
+
+
+def test_ones_beside_a_policy_loss_are_accepted_and_a_mask_is_refused_on_fakes(service: Any) -> None:
+    """As programs send them, with the SDK's conversions."""
+    client = service.create_lora_training_client(base_model="fake/bigram", rank=2)
+    given = datum([5, 9, 20])
+    length = given.model_input.length
+    policy: dict[str, Any] = {"target_tokens": given.loss_fn_inputs["target_tokens"]}
+    policy |= {name: np.full(length, -0.5, np.float32) for name in ("logprobs", "advantages")}
+    for name in ("weights", "mask"):
+        for ones in (np.ones(length, np.float32), np.ones(length, np.int64)):
+            sent = tinker.Datum(model_input=given.model_input, loss_fn_inputs=policy | {name: ones})
+            for loss_fn in ("importance_sampling", "ppo", "cispo", "dro"):
+                client.forward_backward([sent], loss_fn).result(timeout=60)
+        mask = np.where(np.arange(length) < length - 1, ones, 0)
+        masked = tinker.Datum(model_input=given.model_input, loss_fn_inputs=policy | {name: mask})
+        with pytest.raises(
+            tinker.RequestFailedError, match=rf"data\[1\].loss_fn_inputs.{name}: 0.* position {length - 1}"
+        ):
+            client.forward_backward([sent, masked], "ppo").result(timeout=60)
 
 
 def test_custom_loss_of_the_client_works_on_fakes(service: Any) -> None:

@@ -73,6 +73,7 @@ async def test_operations_on_an_ended_session_answer_at_once_and_say_why_on_fake
         answer = await poll
         assert (answer.status_code, answer.json()["category"]) == (200, "user")
         assert session in answer.json()["error"]
+    assert 'create_sampling_client(base_model="fake/bigram")' in answer.json()["error"]  # of the sample, the last poll
     gone = [
         await api.post("session_heartbeat", {"session_id": session}),
         await api.post("create_model", {"session_id": session, "model_seq_id": 5, "base_model": "fake/bigram"}),

@@ -230,6 +230,7 @@ CORE = (
     "test_prompt_logprobs.py::test_text_agrees_with_hf",
     "test_prompt_logprobs.py::test_image_and_text_after_it_agree_with_hf",
     "test_prompt_logprobs.py::test_a_prompt_longer_than_one_step_agrees_with_hf",
+    "test_full_context_scores.py::test_scores_of_a_full_context_agree_with_hf",
     "test_sampled_logprobs.py::test_a_batch_that_mixes_all_settings_agrees_with_hf",
     "test_sampled_logprobs.py::test_samples_are_distributed_as_the_model_says",
     "test_seeds.py::test_a_seed_repeats_whatever_runs_beside_it",

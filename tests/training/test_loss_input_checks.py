@@ -88,16 +88,52 @@ def test_lengths_that_differ_are_refused_with_both_numbers() -> None:
 
 def test_unknown_and_missing_inputs_are_refused_by_name() -> None:
     refusal("data[3].loss_fn_inputs.mask", "target_tokens, weights", target_tokens=TARGETS, mask=ONES)
-    refusal("loss_fn_inputs.weights", "unknown to ppo", loss_fn="ppo", target_tokens=TARGETS, weights=ONES)
+    refusal("loss_fn_inputs.masks", "unknown to ppo", loss_fn="ppo", target_tokens=TARGETS, masks=ONES)
     refusal("data[3].loss_fn_inputs.target_tokens", "missing", weights=ONES)
     refusal("data[3].loss_fn_inputs.advantages", "missing", loss_fn="ppo", target_tokens=TARGETS, logprobs=ONES)
+
+
+POLICY_LOSSES = [name for name, loss in LOSSES.items() if "weights" not in loss.inputs and loss.recorded is None]
+POLICY = {"target_tokens": TARGETS, "logprobs": -ONES, "advantages": ONES}
+
+
+def policy(loss_fn: str) -> dict[str, Any]:
+    return POLICY | ({"sequence_ratio_mask": ONES} if loss_fn == "gspo" else {})
+
+
+@pytest.mark.parametrize("loss_fn", POLICY_LOSSES)
+@pytest.mark.parametrize("name", ["weights", "mask"])
+def test_ones_beside_a_loss_without_weights_change_nothing(loss_fn: str, name: str) -> None:
+    plain = check(loss_fn, **policy(loss_fn))
+    for ones in (ONES, [1, 1, 1, 1], np.ones(N, np.int64)):
+        given = check(loss_fn, **policy(loss_fn), **{name: ones})
+        assert given.loss_inputs.keys() == plain.loss_inputs.keys()
+
+
+@pytest.mark.mutation("masks-are-dropped", "_check_ones", "if (values != 1).any():", "if (values > 1).any():")
+@pytest.mark.parametrize("loss_fn", POLICY_LOSSES)
+@pytest.mark.parametrize("name", ["weights", "mask"])
+@pytest.mark.parametrize("value", [0.0, 0.5, -1.0, np.nan, np.inf])
+def test_other_numbers_beside_a_loss_without_weights_are_refused_with_the_first(
+    loss_fn: str, name: str, value: float
+) -> None:
+    """Ignoring a mask would train on what it leaves out."""
+    given = ONES.copy()
+    given[[2, 3]] = value, 7.0
+    words = (f"data[3].loss_fn_inputs.{name}: {value} at position 2", f"{loss_fn} has no {name}", "advantages 0")
+    refusal(*words, loss_fn=loss_fn, **policy(loss_fn), **{name: given})
+
+
+def test_ones_of_another_shape_are_refused() -> None:
+    for wrong in (ONES[:3], np.ones((N, 2), np.float32), np.ones((1, N), np.float32)):
+        refusal("data[3].loss_fn_inputs.mask", list(wrong.shape), [N], loss_fn="ppo", **POLICY, mask=wrong)
 
 
 @pytest.mark.mutation(
     "not-a-number-becomes-0",
     "_loss_input",
-    "    values = np.asarray(tensor.to_numpy(), dtype=np.float32)\n",
-    "    values = np.nan_to_num(np.asarray(tensor.to_numpy(), dtype=np.float32))\n",
+    "np.asarray(_of_targets_shape(tensor, targets, field_name), dtype=np.float32)",
+    "np.nan_to_num(np.asarray(_of_targets_shape(tensor, targets, field_name), dtype=np.float32))",
 )
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["logprobs", "advantages"])

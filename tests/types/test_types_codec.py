@@ -219,7 +219,7 @@ WRONG_DATA = {
     ),
     "negative shape": (
         tensor_message(dense=b"\0" * 4, dtype=FLOAT32, shape=[-1, -1]),
-        "data[3].loss_fn_inputs['weights']: shape: negative size in [-1, -1]",
+        "data[3].loss_fn_inputs['weights'].shape: negative size in [-1, -1]",
     ),
     "shape whose product overflows": (
         tensor_message(dense=b"", dtype=FLOAT32, shape=[2**32, 2**32]),
@@ -233,15 +233,15 @@ WRONG_DATA = {
     ),
     "sparse without a shape": (
         tensor_message(sparse_csr=ONES_CSR, dtype=FLOAT32),
-        "data[3].loss_fn_inputs['weights']: shape: a sparse tensor has two dimensions, not None",
+        "data[3].loss_fn_inputs['weights'].shape: a sparse tensor has two dimensions, not None",
     ),
     "sparse column out of range": (
         tensor_message(sparse_csr=ONES_CSR, dtype=FLOAT32, shape=[2, 1]),
-        "data[3].loss_fn_inputs['weights']: sparse_col_indices: must be in [0, 1), found 0 to 1",
+        "data[3].loss_fn_inputs['weights'].sparse_col_indices: must be in [0, 1), found 0 to 1",
     ),
     "sparse rows do not fit": (
         tensor_message(sparse_csr=ONES_CSR, dtype=FLOAT32, shape=[3, 2]),
-        "data[3].loss_fn_inputs['weights']: sparse_crow_indices: 3 entries for 3 rows, expected 4",
+        "data[3].loss_fn_inputs['weights'].sparse_crow_indices: 3 entries for 3 rows, expected 4",
     ),
     "sparse and huge": (
         tensor_message(sparse_csr=ONES_CSR, dtype=FLOAT32, shape=[2, 2**40]),
@@ -269,11 +269,11 @@ WRONG_DATA = {
     ),
     "no image": (
         request_message(model_input=[{"image": {"data": b"hello", "format": "png"}}]),
-        "data[3].model_input.chunks[0]: data: neither a PNG nor a JPEG file (it begins with 68 65 6c 6c 6f)",
+        "data[3].model_input.chunks[0].data: neither a PNG nor a JPEG file (it begins with 68 65 6c 6c 6f)",
     ),
     "format that contradicts the image": (
         request_message(model_input=[{"image": {"data": PNG, "format": "jpeg"}}]),
-        "data[3].model_input.chunks[0]: format: says 'jpeg', but data is a png file",
+        "data[3].model_input.chunks[0].format: says 'jpeg', but data is a png file",
     ),
     "unknown image format": (
         request_message(model_input=[{"image": {"data": PNG, "format": "webp"}}]),
@@ -500,7 +500,7 @@ def test_tensors_of_a_sample_always_tell_their_shape() -> None:
         (wire.SampleResponse(sequences=[{"tokens": b"123"}]), r"sequences\[0\].tokens: 3 bytes"),
         (
             wire.SampleResponse(sequences=[{"tokens": b"1234", "logprobs": b"12341234"}]),
-            r"sequences\[0\]: logprobs: 2 values for 1 tokens",
+            r"sequences\[0\].logprobs: 2 values for 1 tokens",
         ),
         (
             wire.SampleResponse(topk_prompt_logprobs={"k": 2, "length": 1, "token_ids": b"1234"}),

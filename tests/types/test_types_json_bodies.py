@@ -226,11 +226,11 @@ def text(*tokens: Any) -> dict[str, Any]:
         (sample_body({"type": "dmel", "dmel": "AA=="}), "prompt.chunks[1]: Input tag 'dmel'"),
         (
             sample_body({"type": "image", "data": "aGVsbG8=", "format": "png"}),
-            "prompt.chunks[1]: data: neither a PNG nor a JPEG file (it begins with 68 65 6c 6c 6f)",
+            "prompt.chunks[1].data: neither a PNG nor a JPEG file (it begins with 68 65 6c 6c 6f)",
         ),
         (sample_body({"type": "image", "data": "@@", "format": "png"}), "prompt.chunks[1].data: not base64"),
         (sample_body({"type": "image", "data": "é", "format": "png"}), "prompt.chunks[1].data: not base64"),
-        (sample_body({"type": "image", "data": "", "format": "png"}), "prompt.chunks[1]: data: the image is empty"),
+        (sample_body({"type": "image", "data": "", "format": "png"}), "prompt.chunks[1].data: the image is empty"),
         (sample_body(temperature=-1), "sampling_params.temperature: must be a finite number >= 0, not -1.0"),
         (sample_body(temperature=float("nan")), "sampling_params.temperature: must be a finite number >= 0, not nan"),
         (sample_body(temperature="1"), "sampling_params.temperature: Input should be a valid number"),

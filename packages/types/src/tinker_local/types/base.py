@@ -4,6 +4,7 @@ A conversion may change the dtype of an array but never a value: values that do 
 shared and everything else is copied, so a type that holds an array never changes.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Self, TypeVar
@@ -108,6 +109,10 @@ def _field_path(where: str, location: tuple[int | str, ...], missing: bool) -> s
     return where
 
 
+_INNER_FIELD = re.compile(r"(\[\d+\]|[a-z_]+)[\w.\[\]]*: ")
+"""How the reason of a validator begins if it names a field of what it validates."""
+
+
 def user_message(error: ValidationError, where: str = "") -> str:
     """One sentence for a user out of a pydantic error: field paths below `where` and reasons, joined by '; '."""
     parts = []
@@ -120,7 +125,10 @@ def user_message(error: ValidationError, where: str = "") -> str:
             reason += ", not null (which is what the SDK sends for NaN and infinity)"
         elif item["type"] == "literal_error" or (isinstance(item["input"], (int, float)) and reason == item["msg"]):
             reason += f", not {item['input']!r}"
-        parts.append(f"{path}: {reason}" if path else reason)
+        joint = ": " if path else ""
+        if item["type"] == "value_error" and path and _INNER_FIELD.match(reason):
+            joint = "" if reason[0] == "[" else "."
+        parts.append(f"{path}{joint}{reason}")
     return "; ".join(parts)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tinker_local.backend.control.callers import Caller
+from tinker_local.backend.control.sample_prompts import Prompt
 from tinker_local.backend.control.sampling_sessions import BesidesRequest, Sampling, SamplingSession
 from tinker_local.backend.control.sessions import Sessions
 from tinker_local.backend.rendering.grammar import Grammar
@@ -175,6 +176,8 @@ class Answer:
         self.operations: list[Operation[SampleOutput]] = []
         self.read: dict[int, ReadPrompt] = {}
         """Each prompt, before the first token of its samples."""
+        self.prompts: list[Prompt] = []
+        """Of each operation."""
         self.uncount: list[Callable[[], None]] = []
         """Called when this is closed."""
         self._all = operations
@@ -272,7 +275,8 @@ class Answer:
 
     async def outputs(self) -> list[SampleOutput]:
         """The result for each prompt; if one fails, raises its error. Of a stream, without logprobs."""
-        waiting = [asyncio.ensure_future(_result(operation)) for operation in self.operations]
+        asked = zip(self.operations, self.prompts, strict=True)
+        waiting = [asyncio.ensure_future(_result(operation, prompt)) for operation, prompt in asked]
         try:
             return list(await asyncio.gather(*waiting))
         finally:
@@ -289,7 +293,7 @@ class Answer:
             if not operation.done:
                 operation.cancel(GoneError("the client left"))
             self._all.forget(operation.request_id)
-        self.operations = []
+        self.operations, self.prompts = [], []
 
     def close(self) -> None:
         """`forget`, and count these samples no more."""
@@ -306,8 +310,9 @@ def _bytes_of(drawn: DrawnTokens) -> int:
     return TOPK_BYTES * (len(drawn.tokens) + sum(map(len, drawn.likeliest)))
 
 
-async def _result(operation: Operation[SampleOutput]) -> SampleOutput:
-    return await operation
+async def _result(operation: Operation[SampleOutput], prompt: Prompt) -> SampleOutput:
+    with prompt.named_in_errors():
+        return await operation
 
 
 class Completions:
@@ -369,7 +374,7 @@ class Completions:
         tools: Sequence[Tool] = (),
         control_tokens: Collection[str] = (),
         no_thoughts: bool = False,
-    ) -> ModelInput:
+    ) -> Prompt:
         """A conversation as the model reads it. `control_tokens`: see `as_tokens` of `TextCodec.chat`, which has
         `no_thoughts` too."""
         texts = [part for message in messages for part in message.parts if isinstance(part, str)]
@@ -380,25 +385,29 @@ class Completions:
         chat = partial(
             named.text.chat, go_on=go_on, functions=functions, as_tokens=control_tokens, no_thoughts=no_thoughts
         )
-        return await RENDERING.run(chat, messages, variables)
+        images = tuple(field for message in messages for field in message.image_fields)
+        return Prompt(await RENDERING.run(chat, messages, variables), "messages", images)
 
     async def form(self, named: Named, offered: OfferedTools) -> ReplyForm:
         """How the replies to an offer of tools are sampled and read."""
         return await RENDERING.run(_tool_format(named).form, offered)
 
-    async def text_prompt(self, named: Named, text: str) -> ModelInput:
-        """A text as the model reads it."""
-        _check_length((text,), named, "prompt")
-        return await RENDERING.run(named.text.prompt, text)
+    async def text_prompt(self, named: Named, given: str | ModelInput, field: str) -> Prompt:
+        """A text, or token ids, as the model reads it."""
+        if not isinstance(given, str):
+            return Prompt(given, field)
+        _check_length((given,), named, field)
+        return Prompt(await RENDERING.run(named.text.prompt, given), field)
 
-    async def read(self, named: Named, prompt: ModelInput) -> ReadPrompt:
+    async def read(self, named: Named, prompt: Prompt) -> ReadPrompt:
         """A prompt as the model would read it."""
-        return await self._sampling.read(named.session, prompt)
+        with prompt.named_in_errors():
+            return await self._sampling.read(named.session, prompt.model_input)
 
     async def sample(
         self,
         named: Named,
-        prompts: Sequence[ModelInput],
+        prompts: Sequence[Prompt],
         params: SamplingParams,
         *,
         num_samples: int,
@@ -419,7 +428,7 @@ class Completions:
                 request = SampleRequest(
                     sampling_session_id=named.session.record.sampling_session_id,
                     seq_id=next(own.numbers),
-                    prompt=prompt,
+                    prompt=prompt.model_input,
                     num_samples=num_samples,
                     sampling_params=params,
                     topk_sample_logprobs=likeliest,
@@ -435,7 +444,9 @@ class Completions:
                     penalties,
                     partial(answer.take_prompt, index),
                 )
-                answer.operations.append(await self._sampling.sample(request, besides))
+                with prompt.named_in_errors():
+                    answer.operations.append(await self._sampling.sample(request, besides))
+                answer.prompts.append(prompt)
         except BaseException:
             answer.close()
             raise

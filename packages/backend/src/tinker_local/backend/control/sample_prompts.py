@@ -1,7 +1,10 @@
 """Prompts of samples: their images are fetched and rendered in turns, and count until the sample has ended."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from copy import copy
+from dataclasses import dataclass
 
 from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.options import BackendOptions
@@ -11,7 +14,7 @@ from tinker_local.backend.rendering.turns_at_places import TurnsAtPlaces
 from tinker_local.backend.scheduling.image_turns import ImageTurns
 from tinker_local.backend.scheduling.operations import Timeline
 from tinker_local.backend.threads import IMAGE_THREADS, RENDERING, RENDERING_IMAGES
-from tinker_local.types import ImageChunk, ModelInput
+from tinker_local.types import EncodedTextChunk, ImageChunk, InvalidRequestError, ModelInput
 
 MAX_FETCHED = 8
 """Prompts of an owner that name images, which are being fetched or wait to be rendered."""
@@ -57,3 +60,39 @@ class SamplePrompts:
             prompt = await RENDERING_IMAGES.run(render, given, "prompt")
             self._turns.keep(owner, prompt)
             return prompt
+
+
+# Prompts of other APIs ------------------------------------------------------------------------------------------------
+
+
+_CHUNK = re.compile(r"prompt\.chunks\[(\d+)\](?:\.\w+)?")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """What the model reads, and what the client calls it in its request: each image, in order, and the rest."""
+
+    model_input: ModelInput
+    field: str
+    image_fields: tuple[str, ...] = ()
+
+    def told(self, text: str) -> str:
+        """An error's text with the client's fields in place of those of the Tinker API."""
+        found = _CHUNK.match(text)
+        if found is None:
+            return text.removeprefix("sampling_params.")
+        before, chunk = self.model_input.chunks[: int(found[1])], self.model_input.chunks[int(found[1])]
+        field = self.field
+        if not isinstance(chunk, EncodedTextChunk) and self.image_fields:
+            field = self.image_fields[sum(not isinstance(each, EncodedTextChunk) for each in before)]
+        return field + text[found.end() :]
+
+    @contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        """Errors of the request inside name the client's fields."""
+        try:
+            yield
+        except InvalidRequestError as error:
+            renamed = copy(error)
+            renamed.args = (self.told(str(error)),)
+            raise renamed from error

@@ -21,7 +21,15 @@ from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.rendered_input import ReadPrompt, RenderedInput
 from tinker_local.backend.sampling.prompt_scores import check_sample_topk
-from tinker_local.backend.sampling.sampler import Drawn, Penalties, SampleWork, bytes_of, sampled_tokens, token_budget
+from tinker_local.backend.sampling.sampler import (
+    Drawn,
+    Penalties,
+    SampleWork,
+    bytes_of,
+    sampled_tokens,
+    scores_alone,
+    token_budget,
+)
 from tinker_local.backend.scheduling.operations import (
     ACTIVE,
     OBJECT_BYTES,
@@ -223,7 +231,7 @@ class Sampling:
             raise NotFoundError(f"sampling_session_id: there is no sampling session {sampling_session_id!r}")
         parent = await DATABASE.run(self._store.get_session, record.session_id)
         if parent is not None and parent.why_ended is not None:
-            raise GoneError(f"sampling_session_id: its session has ended ({parent.why_ended})")
+            raise _gone(record, parent.why_ended)
         if record.nameless:
             raise InternalError(
                 f"the sampler {sampling_session_id} was of an ephemeral save, and the server was restarted since; "
@@ -295,7 +303,7 @@ class Sampling:
         for session in ending:
             del self._open[session.record.sampling_session_id]
             for operation in list(session.running):
-                operation.cancel(GoneError(f"the session {session_id} has ended"))
+                operation.cancel(_gone(session.record))
         await asyncio.gather(
             *(self.ephemeral.remove(session.ephemeral) for session in ending if session.ephemeral is not None)
         )
@@ -435,7 +443,7 @@ class Sampling:
     ) -> SampleOutput:
         images, engines = len(prompt.images), session.base.engines
         operation.timeline.note(num_samples=request.num_samples, prompt_tokens=prompt.length, images=images)
-        budget = token_budget(prompt.length, request.sampling_params.max_tokens, engines.sampler.max_context_length)
+        budget = _budget(request, prompt.length, engines.sampler.max_context_length)
         check_sample_topk(request.topk_sample_logprobs, request.num_samples, budget, engines.trainer.vocab_size)
         if besides.read is not None:
             besides.read(prompt)
@@ -501,6 +509,22 @@ class Sampling:
         return queue.state(operation, base.engines.sampler.sequences_waiting)
 
 
+def _gone(record: SamplingSessionRecord, why: str = "") -> GoneError:
+    """What to do when the session of a sampling client has ended, perhaps known `why`."""
+    again = "ServiceClient().create_sampling_client"
+    if record.nameless:
+        how = (
+            "its weights were of an ephemeral save and are gone. Load a checkpoint of its training run with a new "
+            "ServiceClient, and save again; what save_weights_for_sampler(name) saves survives the session"
+        )
+    elif record.model_path is not None:
+        how = f'create a new sampling client: {again}(model_path="{record.model_path}")'
+    else:
+        how = f'create a new sampling client: {again}(base_model="{record.base_model}")'
+    sampler, reason = record.sampling_session_id, f" ({why})" if why else ""
+    return GoneError(f"sampling_session_id: the session {record.session_id} of {sampler} has ended{reason}; {how}")
+
+
 def _check_context(request: SampleRequest, limit: int) -> None:
     """Refuse at once, as the hosted service does, what can be seen not to fit: clients that shorten a conversation
     and try again tell this from a failed sample by its status. A prompt with an image that does not say its tokens is
@@ -509,7 +533,13 @@ def _check_context(request: SampleRequest, limit: int) -> None:
         length = request.prompt.length
     except ValueError:
         return
-    token_budget(length, request.sampling_params.max_tokens, limit)
+    _budget(request, length, limit)
+
+
+def _budget(request: SampleRequest, length: int, limit: int) -> int:
+    """How many tokens may follow a prompt of `length`."""
+    wanted = request.sampling_params.max_tokens
+    return token_budget(length, wanted, limit, scored=scores_alone(request, wanted))
 
 
 def with_ids(output: SampleOutput, request_id: str) -> SampleOutput:

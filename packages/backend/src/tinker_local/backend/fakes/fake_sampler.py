@@ -34,7 +34,7 @@ from tinker_local.backend.sampling.prompt_scores import (
     check_sample_topk,
     prompt_questions,
 )
-from tinker_local.backend.sampling.sampler import DrawnTokens, SampleWork
+from tinker_local.backend.sampling.sampler import DrawnTokens, SampleWork, scores_alone, token_budget
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.types import (
     InternalError,
@@ -218,11 +218,8 @@ class FakeSampler:
 
     def _sample(self, work: SampleWork, weights: _Weights, cancelled: threading.Event) -> Steps:
         prompt, params = work.prompt, work.params
-        room = self.max_context_length - prompt.length
-        if prompt.length < 1 or room < 1:
-            raise InvalidRequestError(
-                f"prompt: {prompt.length} tokens; at least 1 and fewer than the context of {self.max_context_length}"
-            )
+        scored = scores_alone(work, params.max_tokens)
+        budget = token_budget(prompt.length, params.max_tokens, self.max_context_length, scored=scored)
         is_stop = _stop_rule(params)
         texts = None if work.grammar is None else texts_of(work.grammar)
         self._tower.encode(prompt)
@@ -233,7 +230,6 @@ class FakeSampler:
             for seed in seeds
         ]
         numbers = {id(sequence): work.first_sample + index for index, sequence in enumerate(sequences)}
-        budget = room if params.max_tokens is None else min(params.max_tokens, room)
         questions = prompt_questions(work, self._model.vocab_size)
         check_sample_topk(work.topk_sample_logprobs, work.num_samples, budget, self._model.vocab_size)
         asked = {}

@@ -1,7 +1,7 @@
 """The requests of Anthropic's API that are served. Anything else in them is refused by name."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -20,7 +20,7 @@ from tinker_local.backend.http.tool_fields import CallId, ClientTool, ClientTool
 from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.text import ChatMessage, Part, ToolCall
 from tinker_local.backend.rendering.tools import OfferedTools
-from tinker_local.types import Frozen, InvalidRequestError, SamplingParams, user_message
+from tinker_local.types import Frozen, ImageChunk, InvalidRequestError, SamplingParams, user_message
 from tinker_local.types.base import TupleOf
 
 
@@ -35,13 +35,21 @@ class TextBlock(Frozen):
         return self.text
 
 
+def _named(field: str, make: Callable[..., Any], *given: str) -> Any:
+    """What `make` makes of a field's value; ValueError names the field."""
+    try:
+        return make(*given)
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from None
+
+
 def _image(source: Any) -> Any:
     """The image of a `source`; ValueError."""
     match source:
         case {"type": "base64", "media_type": str(media_type), "data": str(data), **further}:
-            image: Image = image_of(media_type, data)
+            image: Image = _named("data", image_of, media_type, data)
         case {"type": "url", "url": str(url), **further}:
-            image = image_at(url)
+            image = _named("url", image_at, url)
         case _:
             raise ValueError("must be {type: base64, media_type, data} or {type: url, url}")
     if further:
@@ -57,6 +65,15 @@ class ImageBlock(Frozen):
     def part(self) -> Part:
         """As templates take it."""
         return self.source
+
+    @property
+    def field(self) -> str:
+        """What has the image."""
+        return "source.data" if isinstance(self.source, ImageChunk) else "source.url"
+
+
+def _image_fields(content: Sequence[Frozen], where: str) -> tuple[str, ...]:
+    return tuple(f"{where}[{at}].{block.field}" for at, block in enumerate(content) if isinstance(block, ImageBlock))
 
 
 def _as_blocks(content: Any) -> Any:
@@ -87,10 +104,11 @@ class ToolResultBlock(Frozen):
     is_error: bool | None = None
     cache_control: Label = None
 
-    def as_chat(self, names: Mapping[str, str]) -> ChatMessage:
-        """As templates take it. `names`: of the tools, by the ids of their calls."""
+    def as_chat(self, names: Mapping[str, str], where: str) -> ChatMessage:
+        """As templates take it. `names`: of the tools, by the ids of their calls. `where`: its field."""
         parts = (*(("Error: ",) if self.is_error else ()), *(block.part() for block in self.content))
-        return ChatMessage("tool", parts, answers=(self.tool_use_id, names.get(self.tool_use_id)))
+        answers = self.tool_use_id, names.get(self.tool_use_id)
+        return ChatMessage("tool", parts, (), answers, _image_fields(self.content, f"{where}.content"))
 
 
 Block = Annotated[TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
@@ -108,20 +126,23 @@ class Turn(Frozen):
                 raise ValueError(f"content[{index}]: {block.type} is for the role {needed}")
         return self
 
-    def as_chat(self, names: Mapping[str, str]) -> Iterator[ChatMessage]:
-        """As templates take it: each result of a tool is a message."""
+    def as_chat(self, names: Mapping[str, str], where: str) -> Iterator[ChatMessage]:
+        """As templates take it: each result of a tool is a message. `where`: its field."""
         parts: list[Part] = []
-        for block in self.content:
+        images: list[str] = []
+        for at, block in enumerate(self.content):
+            field = f"{where}.content[{at}]"
             if isinstance(block, ToolResultBlock):
                 if parts:
-                    yield ChatMessage(self.role, tuple(parts))
-                    parts = []
-                yield block.as_chat(names)
+                    yield ChatMessage(self.role, tuple(parts), image_fields=tuple(images))
+                    parts, images = [], []
+                yield block.as_chat(names, field)
             elif not isinstance(block, ToolUseBlock):
                 parts.append(block.part())
+                images += [f"{field}.{block.field}"] if isinstance(block, ImageBlock) else []
         calls = tuple(block.call() for block in self.content if isinstance(block, ToolUseBlock))
         if parts or calls or not self.content:
-            yield ChatMessage(self.role, tuple(parts), calls)
+            yield ChatMessage(self.role, tuple(parts), calls, image_fields=tuple(images))
 
 
 class Conversation(Frozen):
@@ -156,7 +177,8 @@ class Conversation(Frozen):
         system = [] if not self.system else [ChatMessage("system", tuple(block.part() for block in self.system))]
         blocks = [block for turn in self.messages for block in turn.content]
         names = {block.id: block.name for block in blocks if isinstance(block, ToolUseBlock)}
-        return system + [message for turn in self.messages for message in turn.as_chat(names)]
+        turns = enumerate(self.messages)
+        return system + [message for at, turn in turns for message in turn.as_chat(names, f"messages[{at}]")]
 
     def grammar(self) -> Grammar | None:
         """What the answer must spell; InvalidRequestError."""

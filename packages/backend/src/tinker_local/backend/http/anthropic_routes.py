@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from tinker_local.backend.control.completions import Answer, Named
 from tinker_local.backend.control.life_cycle import ControlPlane
+from tinker_local.backend.control.sample_prompts import Prompt
 from tinker_local.backend.http.access import Backend
 from tinker_local.backend.http.anthropic_bodies import Conversation, MessagesBody
 from tinker_local.backend.http.bodies import parse
@@ -20,7 +21,7 @@ from tinker_local.backend.http.openai_routes import model_of
 from tinker_local.backend.http.sampling_routes import body_limits
 from tinker_local.backend.rendering.tools import CallPiece, OfferedTools, Reply, ReplyForm, ReplyPiece
 from tinker_local.backend.threads import ENCODING
-from tinker_local.types import ModelInput, SampleOutput
+from tinker_local.types import SampleOutput
 from tinker_local.types.requests_and_results import StopReason
 
 router = APIRouter(tags=["anthropic"])
@@ -63,7 +64,7 @@ async def messages(request: Request, backend: Backend) -> Response:
     return WholeAnswer(content, answer.close)
 
 
-async def _asked(backend: ControlPlane, body: Conversation, named: Named) -> tuple[ModelInput, OfferedTools | None]:
+async def _asked(backend: ControlPlane, body: Conversation, named: Named) -> tuple[Prompt, OfferedTools | None]:
     """The prompt, and the tools that it offers."""
     offered = body.offered()
     tools = () if offered is None else offered.tools

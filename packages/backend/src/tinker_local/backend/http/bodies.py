@@ -1,9 +1,11 @@
 """Reading request bodies: bounded before they are held, unpacked or parsed."""
 
+import json
 import math
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
@@ -12,6 +14,7 @@ from tinker_local.backend.http.access import caller_of, check_own_body
 from tinker_local.backend.scheduling.shared_bytes import SharedBytes
 from tinker_local.backend.threads import PARSING
 from tinker_local.types import Frozen, InvalidRequestError, TooManyRequestsError, invalid
+from tinker_local.types.errors import brief
 
 M = TypeVar("M", bound=Frozen)
 
@@ -252,4 +255,42 @@ def validate(body: Body, model: type[M]) -> M:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
+        if error.errors(include_url=False, include_context=False, include_input=False)[0]["type"] == "json_invalid":
+            _check_pairs(body)
         raise invalid(error) from None
+
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _check_pairs(body: Body) -> None:
+    """Name the field of a text with half of a surrogate pair, which Python writes and pydantic calls a broken
+    escape."""
+    try:
+        whole = json.loads(bytes(body).decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError):
+        return
+    for path, text in _texts(whole):
+        if (lone := _LONE_SURROGATE.search(text)) is not None:
+            raise InvalidRequestError(
+                f"{path}: character {lone.start()} is U+{ord(lone[0]):04X}, half of a surrogate pair, not text"
+            )
+
+
+def _texts(whole: Any) -> Iterator[tuple[str, str]]:
+    """Every text of JSON with its field, in order; names before what they name."""
+    left = [("", whole)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, str):
+            yield path or "body", value
+        elif isinstance(value, dict):
+            prefix = f"{path}." if path else ""
+            left += [(f"{prefix}{_short(name)}", inner) for name, inner in reversed(value.items())]
+            left += [(f"{path or 'body'}: the name {brief(name)}", name) for name in reversed(value)]
+        elif isinstance(value, list):
+            left += reversed([(f"{path}[{at}]", inner) for at, inner in enumerate(value)])
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 80 else brief(name)

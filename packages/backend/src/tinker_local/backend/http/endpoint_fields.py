@@ -36,7 +36,8 @@ def image_of(media_type: str, data: str) -> ImageChunk:
     try:
         return ImageChunk.model_validate({"data": data, "format": _FORMATS[media_type.lower()]})
     except ValidationError as error:
-        raise ValueError(user_message(error)) from None
+        told = user_message(error).removeprefix("data: ")
+        raise ValueError(told.replace("format: says", "the media type says", 1)) from None
 
 
 def image_at(url: Any) -> Any:

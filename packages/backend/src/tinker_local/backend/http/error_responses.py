@@ -79,8 +79,9 @@ def body_of(error: ApiError, api: Api) -> dict[str, Any]:
             text = f"prompt is too long: {tokens} tokens > {limit - 1} maximum"  # and one to be sampled
         return error_body(text, error.status, api)
     body = error_body(text, error.status, api)
-    told = {"message": f"This model's maximum context length is {limit} tokens. {text}"}
-    return {"error": body["error"] | told | {"code": "context_length_exceeded"}}
+    code = "context_length_exceeded"  # in the message as well: newer clients raise errors that show nothing else
+    told = {"message": f"This model's maximum context length is {limit} tokens. {text} ({code})", "code": code}
+    return {"error": body["error"] | told}
 
 
 def plain(text: str, status: int, path: str, headers: Mapping[str, str] | None = None) -> JSONResponse:

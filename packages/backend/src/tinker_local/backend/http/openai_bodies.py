@@ -82,12 +82,14 @@ class Message(Frozen):
             raise ValueError("content: missing")
         return self
 
-    def as_chat(self, names: Mapping[str, str]) -> ChatMessage:
-        """As templates take it. `names`: of the tools, by the ids of their calls."""
+    def as_chat(self, names: Mapping[str, str], where: str) -> ChatMessage:
+        """As templates take it. `names`: of the tools, by the ids of their calls. `where`: its field."""
         parts = tuple(part.text if isinstance(part, TextPart) else part.image_url.url for part in self.content)
         calls = tuple(call.call() for call in self.tool_calls or ())
         answers = None if self.tool_call_id is None else (self.tool_call_id, self.name or names.get(self.tool_call_id))
-        return ChatMessage("system" if self.role == "developer" else self.role, parts, calls, answers)
+        role, shown = "system" if self.role == "developer" else self.role, enumerate(self.content)
+        images = [f"{where}.content[{at}].image_url.url" for at, part in shown if isinstance(part, ImagePart)]
+        return ChatMessage(role, parts, calls, answers, tuple(images))
 
 
 class StreamOptions(Frozen):
@@ -189,7 +191,7 @@ class ChatPrompt(Frozen):
     def as_chat(self) -> list[ChatMessage]:
         """As templates take it."""
         names = {call.id: call.function.name for message in self.messages for call in message.tool_calls or ()}
-        return [message.as_chat(names) for message in self.messages]
+        return [message.as_chat(names, f"messages[{at}]") for at, message in enumerate(self.messages)]
 
     def grammar(self) -> Grammar | None:
         """What the answer must spell."""

@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from tinker_local.backend.control.completions import Named, parse_model
 from tinker_local.backend.control.life_cycle import ControlPlane
+from tinker_local.backend.control.sample_prompts import Prompt
 from tinker_local.backend.http.access import NAMED_MODEL, Backend, ToList, caller_of, check_readable
 from tinker_local.backend.http.bodies import parse
 from tinker_local.backend.http.event_stream import WholeAnswer, begun, unless_left
@@ -16,7 +17,7 @@ from tinker_local.backend.rendering.tools import OfferedTools, ReplyForm
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.threads import ENCODING
-from tinker_local.types import InvalidRequestError, ModelInput, NotFoundError
+from tinker_local.types import InvalidRequestError, NotFoundError
 
 router = APIRouter(tags=["openai"])
 
@@ -70,7 +71,7 @@ async def chat_completions(request: Request, backend: Backend) -> Response:
     return await _answered(request, backend, body, named, [prompt], form)
 
 
-async def chat_prompt(backend: ControlPlane, named: Named, body: ChatPrompt) -> tuple[ModelInput, OfferedTools | None]:
+async def chat_prompt(backend: ControlPlane, named: Named, body: ChatPrompt) -> tuple[Prompt, OfferedTools | None]:
     """The prompt of a conversation, and the tools that it offers."""
     offered = body.offered()
     prompt = await backend.completions.chat_prompt(
@@ -91,9 +92,10 @@ async def completions(request: Request, backend: Backend) -> Response:
     most = backend.options.max_num_samples
     if len(body.prompt) > most:
         raise InvalidRequestError(f"prompt: {len(body.prompt)} prompts are more than this server's {most}")
+    several = len(body.prompt) > 1
     prompts = [
-        await backend.completions.text_prompt(named, prompt) if isinstance(prompt, str) else prompt
-        for prompt in body.prompt
+        await backend.completions.text_prompt(named, prompt, f"prompt[{at}]" if several else "prompt")
+        for at, prompt in enumerate(body.prompt)
     ]
     return await _answered(request, backend, body, named, prompts)
 
@@ -115,11 +117,11 @@ async def _answered(
     backend: ControlPlane,
     body: Body,
     named: Named,
-    prompts: Sequence[ModelInput],
+    prompts: Sequence[Prompt],
     form: ReplyForm | None = None,
 ) -> Response:
     asked, most = Asked.of(body, form), backend.options.max_num_samples
-    echoed = asked.num_samples * sum(prompt.length for prompt in prompts) if asked.repeats_prompts else 0
+    echoed = asked.num_samples * sum(prompt.model_input.length for prompt in prompts) if asked.repeats_prompts else 0
     if echoed > MAX_ECHOED:
         raise InvalidRequestError(
             f"n: {asked.num_samples} choices with {echoed // asked.num_samples} tokens of prompts are {echoed} tokens, "

@@ -24,7 +24,7 @@ async def tokenize(request: Request, backend: Backend) -> dict[str, Any]:
     if body.prompt is None:
         prompt, _ = await chat_prompt(backend, named, body)
     else:
-        prompt = await backend.completions.text_prompt(named, body.prompt)
+        prompt = await backend.completions.text_prompt(named, body.prompt, "prompt")
     read = prompt_fields(await backend.completions.read(named, prompt))
     tokens = read.pop("prompt_token_ids")
     texts = await RENDERING.run(_texts, named.text, tokens) if body.return_token_strs else None

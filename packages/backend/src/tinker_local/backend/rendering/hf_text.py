@@ -161,7 +161,8 @@ class HFText:
             variables = {**variables, **_without_thoughts(variables, words)}
         found = [part for message in messages for part in message.parts if not isinstance(part, str)]
         if found and self._image_token is None:
-            raise InvalidRequestError("messages: an image, but this base model reads text only")
+            fields = [field for message in messages for field in message.image_fields]
+            raise InvalidRequestError(f"{[*fields, 'messages'][0]}: an image, but this base model reads text only")
         if missing := _tool_words(messages, functions) - words:
             raise InvalidRequestError(
                 f"{'tools' if 'tools' in missing else 'messages'}: this model's chat template has no "

@@ -98,6 +98,12 @@ class RenderedInput:
         """Number of positions."""
         return int(self.token_ids.size)
 
+    @property
+    def ends_with_image(self) -> bool:
+        """Whether the last position is one of an image."""
+        last = self.images[-1:]
+        return any(placed.offset + placed.image.num_tokens == self.length for placed in last)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPrompt:

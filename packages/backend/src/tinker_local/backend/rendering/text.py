@@ -31,12 +31,14 @@ class ToolCall:
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatMessage:
     """One message of a conversation. `calls`: of the assistant. `answers`: the call that a message of the role `tool`
-    answers: its id, and the tool's name if it is known."""
+    answers: its id, and the tool's name if it is known. `image_fields`: what the client calls each of its images, in
+    order, for errors."""
 
     role: str
     parts: tuple[Part, ...]
     calls: tuple[ToolCall, ...] = ()
     answers: tuple[str, str | None] | None = None
+    image_fields: tuple[str, ...] = ()
 
 
 class TextCodec(Protocol):

@@ -11,7 +11,14 @@ from tinker_local.backend.adapters.adapter import AdapterDType, AdapterVersion
 from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.rotations import Rotations
-from tinker_local.types import ContextOverflowError, InvalidRequestError, SampleOutput, SamplingParams, TensorData
+from tinker_local.types import (
+    ContextOverflowError,
+    InvalidRequestError,
+    SampleOutput,
+    SampleRequest,
+    SamplingParams,
+    TensorData,
+)
 from tinker_local.types.requests_and_results import StopReason
 
 RESERVED = 32
@@ -190,11 +197,21 @@ class Sampler(Protocol):
         """Stop the engine."""
 
 
-def token_budget(prompt_length: int, max_tokens: int | None, limit: int) -> int:
+def scores_alone(asked: SampleRequest | SampleWork, max_tokens: int | None) -> bool:
+    """Whether `asked` may be for its prompt's scores alone: the SDK's `compute_logprobs` asks for one token as well."""
+    tensors = asked.target_prompt_logprobs is not None
+    about_prompt = asked.prompt_logprobs or asked.topk_prompt_logprobs or asked.prompt_alt_tokens_k or tensors
+    return bool(about_prompt) and max_tokens == 1 and asked.num_samples == 1
+
+
+def token_budget(prompt_length: int, max_tokens: int | None, limit: int, *, scored: bool = False) -> int:
     """How many tokens may be sampled. ContextOverflowError if prompt and tokens exceed the context `limit`;
-    InvalidRequestError without a prompt."""
+    InvalidRequestError without a prompt. `scored`: see `scores_alone`; such a prompt may fill the context, and 0 tokens
+    follow it."""
     if prompt_length < 1:
         raise InvalidRequestError("prompt: there are no chunks; at least one token is needed")
+    if scored and prompt_length == limit:
+        return 0
     wanted = max(limit - prompt_length, 1) if max_tokens is None else max_tokens
     if prompt_length + wanted > limit:
         raise ContextOverflowError(

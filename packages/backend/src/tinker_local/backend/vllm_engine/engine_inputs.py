@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,23 @@ def sample_output(outputs: Sequence[Any], work: SampleWork, questions: PromptQue
         prompt_cache_hit_tokens=outputs[0].num_cached_tokens or 0,
         **asked,
     )
+
+
+def without_last(work: SampleWork) -> SampleWork:
+    """`work`, whose prompt leaves room for one token. It is enough to score the whole one: nothing is asked about the
+    last position, only about its token."""
+    prompt = RenderedInput(work.prompt.token_ids[:-1], work.prompt.images)
+    return replace(work, prompt=prompt, drawn=None)
+
+
+def without_tokens(output: SampleOutput) -> SampleOutput:
+    """`output`, whose sequence has no token: there is no room for one after a prompt that fills the context."""
+    (sequence,) = output.sequences
+    none = {"tokens": sequence.tokens[:0], "logprobs": np.empty(0, np.float32), "stop_reason": "length"}
+    if sequence.topk_logprobs is not None:
+        ids, logprobs = sequence.topk_logprobs.token_ids[:0], sequence.topk_logprobs.logprobs[:0]
+        none["topk_logprobs"] = TopkLogprobs(token_ids=ids, logprobs=logprobs)
+    return output.model_copy(update={"sequences": (sequence.model_copy(update=none),)})
 
 
 class TokenStream:

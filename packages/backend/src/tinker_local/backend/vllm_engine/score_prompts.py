@@ -73,8 +73,9 @@ def answer_questions(runner: Any) -> None:
             if start < stop:
                 with heads.of(int(self.input_batch.request_lora_mapping[row])):
                     _score(self, hidden_states[offset + start : offset + stop], start, questions, scores)
-            # The step that computes the last position, which has no row, also gives the first token.
-            if computed + scheduled > questions.num_rows:
+            # The step that computes the last position also gives the first token. If that position has a row, the
+            # prompt fills the context, and the engine has all of it but the last token.
+            if computed + scheduled >= len(request.prompt_token_ids):
                 finished[request_id] = scores
                 request.in_progress_prompt_logprobs_cpu = None
                 del pending[request_id]

@@ -13,7 +13,7 @@ from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.sampling.process_sampler import SamplerSeat
 from tinker_local.backend.sampling.prompt_scores import prompt_questions
-from tinker_local.backend.sampling.sampler import SampleWork
+from tinker_local.backend.sampling.sampler import SampleWork, scores_alone, token_budget
 from tinker_local.backend.spare_memory import give_back_at_rest
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.vllm_engine import sleep_mode
@@ -25,6 +25,8 @@ from tinker_local.backend.vllm_engine.engine_inputs import (
     engine_prompt,
     sample_output,
     with_own_features,
+    without_last,
+    without_tokens,
 )
 from tinker_local.backend.vllm_engine.engine_positions import engine_rotations
 from tinker_local.backend.vllm_engine.engine_thread import Engine, EngineRequest, EngineThread
@@ -34,6 +36,7 @@ from tinker_local.backend.vllm_engine.rank_leader import Leader
 from tinker_local.backend.vllm_engine.release_engine import release_engine
 from tinker_local.backend.vllm_engine.shared_weights import bytes_in
 from tinker_local.backend.vllm_engine.vllm_adapters import VLLMAdapters
+from tinker_local.backend.vllm_engine.whole_images import sees_images
 from tinker_local.backend.weights.memory_holder import tell
 from tinker_local.types import ApiError, InternalError, InvalidRequestError, SampleOutput
 
@@ -70,6 +73,7 @@ class VLLMSampler:
         self.max_context_length: int = config.max_model_len
         self.adapter_dtype = options.dtype or default_dtype()
         self._vocab_size: int = config.get_vocab_size()
+        self._sees_images = sees_images(config)
         self._grammars = GrammarProcess(options.model, self._vocab_size)
         self.startup_seconds = time.monotonic() - started
 
@@ -156,8 +160,10 @@ class VLLMSampler:
         finally:
             opened.close()
 
-    async def _sample(self, work: SampleWork, matcher: Matcher | None) -> SampleOutput:
-        questions = prompt_questions(work, self._vocab_size)
+    async def _sample(self, whole: SampleWork, matcher: Matcher | None) -> SampleOutput:
+        questions = prompt_questions(whole, self._vocab_size)
+        full = self._fills_context(whole)
+        work = without_last(whole) if full else whole
         params = engine_params(work, self.max_context_length, self._vocab_size, questions, matcher)
         prompt = engine_prompt(work.prompt)
         with _as_api_errors("" if work.grammar is None else f"{work.grammar.field}: "):
@@ -174,7 +180,15 @@ class VLLMSampler:
             on_output = None if work.drawn is None else TokenStream(work).output
             submitted = self._thread.submit(self._engine, make, work.begun, work.ended, on_output)
             outputs = await asyncio.wrap_future(submitted)
-        return sample_output(outputs, work, questions)
+        output = sample_output(outputs, work, questions)
+        return without_tokens(output) if full else output
+
+    def _fills_context(self, work: SampleWork) -> bool:
+        """Whether `work` has room for no token, and needs none. Not if it ends with an image whose positions see the
+        last one, which the engine does not get."""
+        whole_image = self._sees_images and work.prompt.ends_with_image
+        scored = scores_alone(work, work.params.max_tokens) and not whole_image
+        return not token_budget(work.prompt.length, work.params.max_tokens, self.max_context_length, scored=scored)
 
     async def sleep(self) -> None:
         """Move weights to host memory and drop the KV cache; takes a few seconds."""

@@ -35,7 +35,7 @@ def see_whole_images() -> None:
 
 def check_steps(config: Any, _: int) -> None:
     """Have vLLM refuse steps that are smaller than an image, as it does for these models on CUDA."""
-    if _sees_images(config.model_config):
+    if sees_images(config.model_config):
         config.scheduler_config.disable_chunked_mm_input = True
 
 
@@ -45,7 +45,7 @@ def keep_images_whole(scheduler: Any, model_config: Any) -> None:
     vLLM's own rule leaves out an image that begins where the last step has ended: the next one takes as many of its
     positions as others leave room for.
     """
-    if not _sees_images(model_config):
+    if not sees_images(model_config):
         return
     original = scheduler._try_schedule_encoder_inputs
 
@@ -60,7 +60,8 @@ def keep_images_whole(scheduler: Any, model_config: Any) -> None:
     scheduler._try_schedule_encoder_inputs = schedule
 
 
-def _sees_images(model_config: Any) -> bool:
+def sees_images(model_config: Any) -> bool:
+    """Whether the positions of an image see each other."""
     return bool(model_config.is_multimodal_model and model_config.is_mm_prefix_lm)
 
 

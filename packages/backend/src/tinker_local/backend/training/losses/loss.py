@@ -177,6 +177,9 @@ TARGETS = "target_tokens"
 
 LOGPROBS = "logprobs"
 
+ONES = ("weights", "mask")
+"""Programs send these beside losses that do not read them. Ones change nothing, so they are taken and dropped."""
+
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -203,6 +206,8 @@ def make_train_datum(
         raise InvalidRequestError(f"{where}.model_input: is empty, at least one position is needed")
     targets = _targets(datum.loss_fn_inputs[TARGETS], loss, rendered.length, where)
     _check_provenance(datum, rendered.length, targets, where)
+    for name in _ones_for(loss):
+        _check_ones(datum, name, targets, loss, where)
     inputs = {
         name: _loss_input(datum, name, targets, loss, where)
         for name in loss.sent_inputs
@@ -243,7 +248,7 @@ def _check_names(datum: Datum, loss: Loss, where: str) -> None:
                 f"{where}.loss_fn_inputs.{name}: is one number for all positions on this server, not a tensor; "
                 f"send it in loss_fn_config"
             )
-        if name not in known:
+        if name not in (*known, *_ones_for(loss)):
             raise InvalidRequestError(
                 f"{where}.loss_fn_inputs.{name}: unknown to {loss.name}, which takes {', '.join(known)}"
             )
@@ -258,6 +263,34 @@ def _check_names(datum: Datum, loss: Loss, where: str) -> None:
                 f"{where}.loss_fn_inputs.{name}: is missing, {loss.name} needs it, or provenance spans, which say what "
                 "was sampled"
             )
+
+
+def _ones_for(loss: Loss) -> tuple[str, ...]:
+    """`ONES`, except for a loss that reads weights: a mask beside them may mean anything."""
+    return () if "weights" in loss.inputs else ONES
+
+
+def _check_ones(datum: Datum, name: str, targets: Int64Array, loss: Loss, where: str) -> None:
+    tensor = datum.loss_fn_inputs.get(name)
+    if tensor is None:
+        return
+    field_name = f"{where}.loss_fn_inputs.{name}"
+    values = _of_targets_shape(tensor, targets, field_name)
+    if (values != 1).any():
+        at = tuple(int(i) for i in np.argwhere(values != 1)[0])
+        masks = [f"{mask} 0" for mask in loss.mask_inputs if mask in loss.sent_inputs]
+        instead = f"; to leave out a position, make its {' and '.join(masks)}" if masks else ""
+        raise InvalidRequestError(
+            f"{field_name}: {values[at]} at position {_index(at)}, but {loss.name} has no {name}, so only 1 is "
+            f"accepted{instead}"
+        )
+
+
+def _of_targets_shape(tensor: TensorData, targets: Int64Array, field_name: str) -> npt.NDArray[Any]:
+    values = tensor.to_numpy()
+    if values.shape != targets.shape:
+        raise InvalidRequestError(f"{field_name}: shape {list(values.shape)}, but {TARGETS} has {list(targets.shape)}")
+    return values
 
 
 def _targets(tensor: TensorData, loss: Loss, length: int, where: str) -> Int64Array:
@@ -288,9 +321,7 @@ def _loss_input(datum: Datum, name: str, targets: Int64Array, loss: Loss, where:
     if tensor is None:
         return np.full(targets.shape, loss.optional[name], np.float32)
     field_name = f"{where}.loss_fn_inputs.{name}"
-    values = np.asarray(tensor.to_numpy(), dtype=np.float32)
-    if values.shape != targets.shape:
-        raise InvalidRequestError(f"{field_name}: shape {list(values.shape)}, but {TARGETS} has {list(targets.shape)}")
+    values = np.asarray(_of_targets_shape(tensor, targets, field_name), dtype=np.float32)
     if not np.isfinite(values).all():
         at = tuple(int(i) for i in np.argwhere(~np.isfinite(values))[0])
         raise InvalidRequestError(
