@@ -38,8 +38,8 @@ class TextBlock(Frozen):
 def _image(source: Any) -> Any:
     """The image of a `source`; ValueError."""
     match source:
-        case {"type": "base64", "media_type": str(media_type), "data": str(data), **further}:
-            image: Image = image_of(media_type, data)
+        case {"type": "base64", "media_type": str(), "data": str(data), **further}:
+            image: Image = image_of(data)
         case {"type": "url", "url": str(url), **further}:
             image = image_at(url)
         case _:
