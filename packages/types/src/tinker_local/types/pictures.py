@@ -3,7 +3,6 @@
 import io
 import re
 import zlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,7 +51,7 @@ class TooManyScansError(ValueError):
     """A JPEG has more than `MAX_SCANS`."""
 
 
-def open_picture(data: bytes, formats: Sequence[str] | None = None) -> "Image":
+def open_picture(data: bytes, formats: tuple[str, ...] | None = None) -> "Image":
     """Pillow's `Image.open` of a file's bytes: its header is read, and no pixel. `formats`: Pillow's names; None: all.
 
     Texts and colour profiles of a PNG are left out: `as_rgb` sees nothing of them, and Pillow refuses files in which

@@ -75,7 +75,7 @@ def _fault_of_weights(source: ModelSource) -> str | None:
 
     if (folder := folder_of(source.path)) is None:
         return None
-    if all(importlib.util.find_spec(library) for library in ("torch", "transformers", "vllm")):
+    if all(importlib.util.find_spec(library) for library in ("torch", "transformers")):
         from tinker_local.backend.models.load_engines import check_model as check_for_engines
         from tinker_local.types import UnsupportedError
 

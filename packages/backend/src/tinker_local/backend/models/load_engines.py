@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import importlib.util
 import logging
 import os
 import sys
@@ -89,7 +90,7 @@ async def load_base_models(
     trainer and sampler compute a model differently.
     """
     if load is None:
-        await in_daemon_thread(_check_further, [*sources][1:])
+        await in_daemon_thread(_check_others, sources)
     for place, (path, names) in enumerate(sources.items()):
         share = options.gpu_memory_utilization / (len(sources) - place)  # of what the models before it left
         sleeps = options.sampler_sleeps and len(sources) == 1
@@ -585,19 +586,21 @@ def check_model(path: str) -> "tuple[Any, Family]":
     """transformers' config of the model at `path`, and its family; UnsupportedError in a sentence if an engine is known
     not to run it, or if its files do not hold what its class needs. Starts no engine and reads headers alone."""
     from tinker_local.backend.training.model.load_model import check_weights, config_of, supported_family
-    from tinker_local.backend.vllm_engine.refusals import check_runs
 
     config = config_of(path)
     family = supported_family(config, path)
     check_weights(path, config, family)
-    check_runs(path, config, family)
+    if importlib.util.find_spec("vllm"):  # `check` may run before it is installed
+        from tinker_local.backend.vllm_engine.refusals import check_runs
+
+        check_runs(path, config, family)
     return config, family
 
 
-def _check_further(paths: Sequence[str]) -> None:
+def _check_others(sources: Mapping[str, Sequence[str]]) -> None:
     """Before the first of several models takes minutes to load: the same for the others."""
-    for path in paths:
-        check_source(ModelSource(path, path))
+    for path, names in list(sources.items())[1:]:
+        check_source(ModelSource(names[0], path))
         check_model(path)
 
 
