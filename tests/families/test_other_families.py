@@ -267,7 +267,7 @@ def test_a_class_of_vllm_that_takes_no_adapters_is_refused() -> None:
         check_runs("m", config, OTHER)
 
 
-def test_a_model_with_code_of_its_own_is_refused_without_advice_that_does_not_exist_here(tmp_path: Path) -> None:
+def test_a_model_that_brings_code_is_refused_without_advice_that_does_not_exist_here(tmp_path: Path) -> None:
     told = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(told))
     (tmp_path / "mine.py").write_text("raise RuntimeError('code that came with a model ran')")

@@ -107,7 +107,7 @@ class ImageChunk(Frozen):
 
     @classmethod
     def of(cls, data: bytes, expected_tokens: int | None = None) -> Self:
-        """With the format that `data` have; ValidationError if they are no image."""
+        """With the format that `data` have; ValidationError if they hold none that is read."""
         return cls(data=data, format=image_format(data) or "png", expected_tokens=expected_tokens)
 
     @field_serializer("data")

@@ -22,7 +22,7 @@ Image = ImageChunk | ImageAssetPointerChunk
 
 def image_of(data: str) -> ImageChunk:
     """An image that was sent as base64. Its bytes say what it is, as for hosted APIs and vLLM, whatever media type a
-    client has written beside them; ValueError if they are no PNG, JPEG, WebP or GIF."""
+    client has written beside them; ValueError for other bytes than PNG, JPEG, WebP or GIF."""
     try:
         return ImageChunk.of(base64.b64decode(data, validate=True))
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Why vLLM cannot run a model, as far as its config tells: no engine starts, and no weights are read."""
+"""Why vLLM cannot run a model, by its config: no engine starts, and no weights are read."""
 
 from typing import Any
 

@@ -165,7 +165,9 @@ def config_of(path: str) -> Any:
 def _not_a_model(error: Exception) -> str:
     first = str(error).partition("\n")[0]
     if "trust_remote_code" in str(error):
-        return "its config.json names code of its own (auto_map), and this server runs no code that comes with a model"
+        return (
+            "its config.json names code in its folder (auto_map), and this server runs no code that comes with a model"
+        )
     return f"transformers makes no model of its config.json ({type(error).__name__}: {first})"
 
 
