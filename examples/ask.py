@@ -4,10 +4,10 @@ import base64
 import io
 import os
 import sys
+from pathlib import Path
 
-import PIL.Image
 from openai import OpenAI
-from tinker_local.client import as_rgb
+from tinker_local.client import as_rgb, open_picture
 
 model, file, question = sys.argv[1:]
 client = OpenAI(
@@ -16,7 +16,7 @@ client = OpenAI(
 )
 # How the model was trained, if its program said so: the order of a message, and the longest side of pictures.
 layout = (client.models.retrieve(model).model_extra or {}).get("prompt_layout", {})
-picture = as_rgb(PIL.Image.open(file))
+picture = as_rgb(open_picture(Path(file).read_bytes()))
 if "side" in layout and max(picture.size) > layout["side"]:
     print(f"{file}: shrunk to the {layout['side']} pixels a side that the model was trained with", file=sys.stderr)
     picture.thumbnail((layout["side"], layout["side"]))

@@ -4,10 +4,12 @@
     FOLDER/train/<class name>/*.png    the layout of torchvision's ImageFolder: FOLDER/train is trained on, and
     FOLDER/val/<class name>/*.png      FOLDER/validation, val or test (the first that exists) is held out
 
-Files may be in deeper folders (cat/summer/1.jpg is a cat). Hidden files and files of other types are skipped.
+Files may be in deeper folders (cat/summer/1.jpg is a cat). Hidden files are skipped, and so are files of other types,
+which are counted by their suffix.
 """
 
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,11 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import PIL.Image
 from rich.progress import track
-from tinker_local.client import as_rgb
+from tinker_local.client import as_rgb, open_picture
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 HELD_OUT_FOLDERS = ("validation", "val", "test")
 DIGITS_HELD_OUT = 297
+MOST_PIXELS = 64 * 2**20  # of a picture that is sent as it is; the server's default
+MOST_NAMED = 20  # pictures that cannot be read
 WIDEST = 200  # ratio of length to width; image processors of vision-language models refuse more
 
 
@@ -85,13 +89,32 @@ def digits(side: int, fold: int | None = None) -> Dataset:
 def open_image(path: Path) -> PIL.Image.Image:
     """The image as RGB, upright, with white behind it. Raises ValueError with the file's name if it cannot be read."""
     try:
-        with PIL.Image.open(path) as file:
-            image = as_rgb(file)
-    except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:  # what PIL's decoders raise
+        image = as_rgb(open_picture(path.read_bytes()))
+    except Exception as error:  # PIL documents no closed set
         raise ValueError(f"{path}: no image that can be read: {error}; remove it, or repair it") from error
     if max(image.size) > WIDEST * min(image.size):
         raise ValueError(f"{path}: {image.width} x {image.height} pixels are too narrow for a vision-language model")
     return image
+
+
+def check_image(path: Path, side: int | None) -> str | None:
+    """Why the image cannot be trained on, as the server would say when it gets it, shrunk to `side`; None if it can."""
+    try:
+        image = open_image(path)
+    except ValueError as error:
+        return str(error)
+    if side is None and image.width * image.height > MOST_PIXELS:
+        size = f"{image.width} x {image.height} pixels"
+        return f"{path}: {size} are more than a server takes ({MOST_PIXELS}); shrink it, or all of them (--side)"
+    return None
+
+
+def skipped(folder: Path) -> str:
+    """How many files of other types there are by their suffix, as `3 .heic, 1 .gif`; empty if there are none."""
+    files = (file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
+    shown = [file for file in files if not any(part.startswith(".") for part in file.parts)]
+    others = Counter(file.suffix.lower() or "without a suffix" for file in shown)
+    return ", ".join(f"{count} {suffix}" for suffix, count in others.most_common() if suffix not in SUFFIXES)
 
 
 def image_files(folder: Path) -> dict[str, list[Path]]:
@@ -119,7 +142,7 @@ def split(files: dict[str, list[Path]], share: float, seed: int) -> tuple[dict[s
 
 
 def read_folder(folder: Path, *, share: float, seed: int, side: int | None) -> Dataset:
-    """The images of `folder`. Each is read once, so that a broken one is found before training starts.
+    """The images of `folder`. Each is read once, so that all broken ones are named before training starts.
 
     share: the held-out part of each class, unless the folder has its own split. side: images are shrunk to this longest
     side, in pixels; None leaves them unchanged. Raises ValueError with what is wrong with the folder.
@@ -139,16 +162,23 @@ def read_folder(folder: Path, *, share: float, seed: int, side: int | None) -> D
         loose = sum(file.suffix.lower() in SUFFIXES for file in folder.iterdir())
         beside = f"; image files beside the folders: {loose}" if loose else ""
         raise ValueError(f"{layout}: at least two classes are needed, each a folder of images; found {found}{beside}")
+    others = skipped(folder)
     for name in classes:
         counts = len(train.get(name, [])), len(held_out.get(name, []))
         if 0 in counts:
             raise ValueError(
                 f"{layout}: class {name!r} has too few images ({' or '.join(sorted(SUFFIXES))}): "
                 f"{counts[0]} to train on and {counts[1]} held out, and each must be at least 1"
+                f"{f'; skipped in {folder}: {others}' if others else ''}"
             )
+    if others:
+        print(f"{folder}: skipped are {others}; read are {', '.join(sorted(SUFFIXES))}", file=sys.stderr)
     examples = [[Example(path, name) for name in classes for path in part[name]] for part in (train, held_out)]
-    for example in track([*examples[0], *examples[1]], description="reading images", transient=True):
-        open_image(example.source)
+    every = track([*examples[0], *examples[1]], description="reading images", transient=True)
+    faults = [fault for example in every if (fault := check_image(example.source, side)) is not None]
+    if faults:
+        more = len(faults) - MOST_NAMED
+        raise ValueError("\n".join([*faults[:MOST_NAMED], *([f"and {more} more"] if more > 0 else [])]))
 
     def image(path: Path, _: random.Random | None) -> PIL.Image.Image | Path:
         if side is None:

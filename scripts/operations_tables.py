@@ -142,8 +142,8 @@ LIMITS: dict[str, dict[str, str]] = {
         "sequences beyond those that run at once, for sessions that have none": "sampling.sampler.RESERVED",
     },
     "images": {
-        "pixels of images in flight; a larger one goes alone": "rendering.decoding.MAX_PIXELS",
-        "scans of a JPEG": "rendering.decoding.MAX_SCANS",
+        "pixels of images in flight; a larger one goes alone": "types.pictures.MAX_PIXELS",
+        "scans of a JPEG": "types.pictures.MAX_SCANS",
         "bytes of an image that a prompt names, and of all of one prompt": (
             "rendering.image_assets.MAX_BYTES rendering.image_assets.MAX_PROMPT_BYTES"
         ),

@@ -88,6 +88,7 @@ LONGEST = (
 
 TRACED = (
     "tests/rendering/test_decoding.py::test_an_image_of_too_many_pixels_is_refused_from_its_header",
+    "tests/rendering/test_decoding.py::test_a_png_of_many_texts_is_read_without_inflating_them",
     "tests/http/test_http_body_turns.py::test_a_large_body_is_held_once",
     "tests/http/test_http_kept_results_on_fakes.py::"
     "test_many_short_sequences_count_for_the_memory_that_they_take_on_fakes",

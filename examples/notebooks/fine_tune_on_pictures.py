@@ -21,7 +21,7 @@ with app.setup:
     import PIL.Image
     import tinker_local.client as tinker
     from matplotlib import pyplot
-    from tinker_local.client import as_rgb, model_input
+    from tinker_local.client import as_rgb, model_input, open_picture
     from transformers import AutoImageProcessor
 
     sys.path.append(str(Path(__file__).parents[1]))
@@ -141,17 +141,15 @@ async def _(answers, held_out, losses, sampler):
 
 @app.cell
 def _():
-    upload = mo.ui.file(filetypes=[".png", ".jpg", ".jpeg"], label="Ask about a picture of yours")
+    upload = mo.ui.file(filetypes=[".png", ".jpg", ".jpeg", ".webp", ".gif"], label="Ask about a picture of yours")
     mo.vstack([upload])
     return (upload,)
 
 
 @app.cell
 async def _(answers, sampler, side, upload):
-    import io
-
     mo.stop(not upload.value)
-    given_picture = as_rgb(PIL.Image.open(io.BytesIO(upload.contents())))
+    given_picture = as_rgb(open_picture(upload.contents()))
     given_picture.thumbnail((side, side))
     (reply,) = await answers([given_picture], sampler)
     mo.hstack([mo.image(given_picture.resize((96, 96))), reply], justify="start")

@@ -140,6 +140,14 @@ def test_classifier_says_what_is_wrong_with_a_folder_before_it_asks_a_server(tmp
     done = classify("--base-url", "http://127.0.0.1:1", "--data", str(tmp_path))
     assert done.returncode == 2
     assert f"error: {broken}: no image that can be read" in done.stderr
+    other = broken.with_name("cut off.png")
+    other.write_bytes(write_image(other, (0, 0, 0)).read_bytes()[:200])
+    for suffix in ("heic", "heic", "gif"):
+        broken.with_name(f"{len([*broken.parent.iterdir()])}.{suffix}").write_bytes(b"skipped")
+    done = classify("--base-url", "http://127.0.0.1:1", "--data", str(tmp_path))
+    assert done.returncode == 2
+    assert all(f"{file}: no image that can be read" in done.stderr for file in (broken, other))
+    assert f"{tmp_path}: skipped are 2 .heic, 1 .gif; read are .bmp, .jpeg, .jpg, .png, .webp" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -159,6 +167,37 @@ def test_a_folder_is_split_by_class_and_seed(image_folders: Any, tmp_path: Path)
     write_image(tmp_path / "black" / "2.png", (0, 0, 0))
     more = image_folders.read_folder(tmp_path, share=0.3, seed=1, side=None)
     assert [path for path in paths(more.held_out) if path.parent.name != "black"] == paths(dataset.held_out)
+
+
+def test_a_class_of_which_all_pictures_are_skipped_is_said(image_folders: Any, tmp_path: Path) -> None:
+    write_colours(tmp_path, 3)
+    (tmp_path / "phone").mkdir()
+    for number in range(4):
+        (tmp_path / "phone" / f"IMG_{number}.HEIC").write_bytes(b"....ftypheic")
+    with pytest.raises(ValueError, match=r"class 'phone' has too few images .*; skipped in .*: 4 \.heic"):
+        image_folders.read_folder(tmp_path, share=0.2, seed=0, side=None)
+
+
+def test_a_picture_is_checked_by_the_servers_rules_before_training_starts(image_folders: Any, tmp_path: Path) -> None:
+    from tinker_local.backend.rendering.decoding import ImageError, decode_image
+    from tinker_local.types.pictures import MAX_PIXELS
+
+    write_colours(tmp_path, 3)
+    assert image_folders.MOST_PIXELS == MAX_PIXELS
+    large, slow = tmp_path / "red" / "large.png", tmp_path / "red" / "slow.jpg"
+    Image.new("L", (8193, 8192)).save(large)
+    Image.new("RGB", (64, 48), "red").save(slow, progressive=True)
+    data = slow.read_bytes()
+    slow.write_bytes(data[:-2] + data[data.rfind(b"\xff\xda") : -2] * 64 + data[-2:])
+    for file in (large, slow):
+        with pytest.raises(ImageError):
+            decode_image(file.read_bytes())
+    with pytest.raises(
+        ValueError, match=r"large.png: 8193 x 8192 pixels are more than a server takes(.|\n)*slow.jpg: "
+    ):
+        image_folders.read_folder(tmp_path, share=0.2, seed=0, side=None)
+    slow.unlink()
+    image_folders.read_folder(tmp_path, share=0.2, seed=0, side=64)
 
 
 @pytest.mark.parametrize("held_out", ["validation", "val", "test"])

@@ -1,6 +1,7 @@
 """Text models without a family: the autograd decoder, and adapters on every Linear module of a layer."""
 
 import asyncio
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +16,20 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.adapters.adapter_files import write_adapter
+from tinker_local.backend.cli.check_command import check_model
 from tinker_local.backend.cli.models_command import models
 from tinker_local.backend.families import FAMILIES, OTHER, family_of
 from tinker_local.backend.families.line_up import NOT_SERVED, OTHERS
+from tinker_local.backend.models import load_engines
 from tinker_local.backend.models.agreement import with_random_b
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.tiny_models.marks import QWEN, VOCAB_SIZE
 from tinker_local.backend.tiny_models.tokenizer import write_tokenizer
+from tinker_local.backend.training.model.load_model import config_of
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.backend.training.trainer_config import TrainerConfig
+from tinker_local.backend.vllm_engine.refusals import check_runs
 from tinker_local.types import AdamParams, LoraConfig, UnsupportedError
 
 from tests.float64 import Exact
@@ -74,9 +79,8 @@ def tiny(model_type: str, out: Path) -> Path:
         initializer_range=0.1,
         pad_token_id=QWEN.token_id(QWEN.pad),
         eos_token_id=QWEN.token_id(QWEN.stops[0]),
-        bos_token_id=None,
         dtype="float32",
-        **{"tie_word_embeddings": False, **OWN.get(model_type, {"head_dim": 32})},
+        **{"tie_word_embeddings": False, "bos_token_id": None, **OWN.get(model_type, {"head_dim": 32})},
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -197,6 +201,79 @@ def test_a_model_that_is_built_otherwise_is_refused_before_engines_start(
     with pytest.raises(UnsupportedError, match=why) as no:
         asyncio.run(started(tmp_path / "model", tmp_path / "data"))
     assert "\n" not in str(no.value)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "biogpt": ({}, "needs its layers at model.layers"),
+    "falcon": ({}, "needs its layers at model.layers"),
+    "gpt_neox": ({}, "needs its layers at model.layers"),
+    "hrm_text": ({}, "needs its layers at model.layers"),
+    "jetmoe": ({"num_local_experts": 4}, "has 4 routed experts"),
+    "mixtral": ({"num_local_experts": 4}, "has 4 routed experts"),
+    "modernbert-decoder": ({"bos_token_id": 1}, "its lm_head is a ModernBertDecoderPredictionHead"),
+    "nemotron": ({"head_dim": 32}, "do not pass keyword arguments on to attention"),
+    "stablelm": ({}, "do not pass keyword arguments on to attention"),
+    "doge": ({}, "it makes its own attention mask"),
+    "arcee": (
+        {"head_dim": 16},
+        "its attention heads are 16 wide, and vLLM on a CPU computes those of 32,",
+    ),
+}
+"""Fields of configs, and why models of them are refused."""
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_check_and_serve_refuse_a_model_in_the_same_sentence_before_an_engine_starts(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, why = REFUSED[model_type]
+    monkeypatch.setitem(OWN, model_type, own)
+    folder = tiny(model_type, tmp_path / "model")
+    (told,) = [
+        finding.text
+        for finding in check_model(ModelSource("m", str(folder)), BackendOptions(), whole=True)
+        if finding.level == "problem"
+    ]
+    monkeypatch.setattr(load_engines, "load_both", lambda *_, **__: pytest.fail("an engine starts"))
+    with pytest.raises(UnsupportedError) as no:
+        asyncio.run(started(folder, tmp_path / "data"))
+    assert str(no.value) == told
+    assert why in told
+    assert "\n" not in told
+
+
+def test_the_second_of_two_models_is_refused_before_the_first_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = [ModelSource(name, str(tiny(name, tmp_path / name))) for name in ("phi3", "stablelm")]
+    monkeypatch.setattr(load_engines, "load_real", lambda *_, **__: pytest.fail("an engine starts"))
+
+    async def start() -> None:
+        async with InProcessBackend(sources, BackendOptions(data_dir=tmp_path / "data")):
+            pass
+
+    with pytest.raises(UnsupportedError, match=r"stablelm: .*autograd decoder cannot train it"):
+        asyncio.run(start())
+
+
+def test_a_class_of_vllm_that_takes_no_adapters_is_refused() -> None:
+    """StableLM's, with whatever trainer."""
+    config = transformers.AutoConfig.for_model("stablelm", architectures=["StableLmForCausalLM"])
+    config.head_dim = 64
+    with pytest.raises(UnsupportedError, match="m: vLLM runs it as StablelmForCausalLM, which takes no adapters"):
+        check_runs("m", config, OTHER)
+    config.architectures = ["UnknownForCausalLM"]
+    with pytest.raises(UnsupportedError, match="m: vLLM has no class UnknownForCausalLM"):
+        check_runs("m", config, OTHER)
+
+
+def test_a_model_that_brings_code_is_refused_without_advice_that_does_not_exist_here(tmp_path: Path) -> None:
+    told = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    (tmp_path / "mine.py").write_text("raise RuntimeError('code that came with a model ran')")
+    with pytest.raises(UnsupportedError, match="runs no code that comes with a model") as no:
+        config_of(str(tmp_path))
+    assert "trust" not in str(no.value)
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "olmoe", "granitemoe", "qwen3_next", "minimax"])

@@ -64,9 +64,9 @@ def test_a_picture_in_another_format_than_the_servers_is_sent_as_one_on_fakes(
     loopback_server: LoopbackServer, picture: Path, tmp_path: Path
 ) -> None:
     answer = replies(chat(loopback_server, "hi\n", "--image", str(picture)))
-    for suffix in ("webp", "bmp", "gif"):
+    for suffix in ("bmp", "tiff"):
         other = tmp_path / f"red.{suffix}"
-        Image.open(picture).save(other, **({"lossless": True} if suffix == "webp" else {}))
+        Image.open(picture).save(other)
         assert replies(chat(loopback_server, "hi\n", "--image", str(other))) == answer
 
 

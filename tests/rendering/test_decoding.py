@@ -168,10 +168,10 @@ def test_a_truncated_file_is_refused(pictures: Any, format: str, share: float) -
 
 def test_what_is_no_image_is_refused(pictures: Any) -> None:
     for data in (b"", b"hello", b"\x89PNG\r\n\x1a\n" + bytes(100), b"\xff\xd8\xff" + bytes(100), b"GIF89a" + bytes(50)):
-        with pytest.raises(ImageError, match="not a readable PNG or JPEG file"):
+        with pytest.raises(ImageError, match="not a readable PNG, JPEG, WebP or GIF file"):
             decode_image(data)
-    with pytest.raises(ImageError, match="not a readable PNG or JPEG file"):
-        decode_image(pictures.file(pictures.noise(10, 10), "GIF"))
+    with pytest.raises(ImageError, match="not a readable PNG, JPEG, WebP or GIF file"):
+        decode_image(pictures.file(pictures.noise(10, 10), "BMP"))
 
 
 def test_damaged_pixels_are_refused(pictures: Any) -> None:
@@ -239,6 +239,99 @@ def test_a_picture_with_broken_exif_is_read(pictures: Any, broken: bytes) -> Non
         image.size,
         image.size[::-1],
     )
+
+
+LONG = b"a workflow of many nodes " * 120_000
+"""3 MB, of which Pillow refuses the compressed forms."""
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["before the pixels", "behind the pixels"])
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (b"tEXt", b"workflow\0" + LONG * 30),
+        (b"zTXt", b"workflow\0\0" + zlib.compress(LONG)),
+        (b"iTXt", b"workflow\0\1\0\0\0" + zlib.compress(LONG)),
+        (b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(LONG)),
+        (b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(LONG)),
+        (b"iCCP", b"a scanner\0\0" + zlib.compress(LONG)),
+    ],
+    ids=["tEXt", "zTXt", "iTXt", "XMP", "EXIF as text", "iCCP"],
+)
+def test_a_png_with_a_long_text_is_the_picture_without_it(
+    pictures: Any, kind: bytes, text: bytes, behind: bool
+) -> None:
+    """As ComfyUI and programs of microscopes write them."""
+    plain = pictures.file(pictures.noise(40, 30))
+    at = len(plain) - 12 if behind else 33  # before the end, or behind the header
+    given = plain[:at] + png_chunk(kind, text) + plain[at:]
+    assert decode_image(given).tobytes() == decode_image(plain).tobytes()
+
+
+def test_a_png_of_many_texts_is_read_without_inflating_them(pictures: Any) -> None:
+    plain = pictures.file(pictures.noise(40, 30))
+    keywords = (b"workflow\0\0", b"Raw profile type exif\0\0")
+    texts = b"".join(png_chunk(b"zTXt", keyword + zlib.compress(bytes(2**22))) for keyword in keywords) * 20
+    given = plain[:33] + texts + plain[33:]
+    start_tracing()
+    assert decode_image(given).tobytes() == decode_image(plain).tobytes()
+    assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
+
+
+@pytest.mark.parametrize("rest", [0, 5_000_000])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_rotation_in_the_texts_of_a_png_is_applied(pictures: Any, rest: int, compressed: bool) -> None:
+    plain = pictures.file(pictures.noise(40, 30))
+    text = b'<x tiff:Orientation="6"/>' + b" " * (0 if compressed else rest)
+    head = b"XML:com.adobe.xmp\0\1\0\0\0" if compressed else b"XML:com.adobe.xmp\0\0\0\0\0"
+    xmp = png_chunk(b"iTXt", head + (zlib.compress(text) if compressed else text))
+    other = png_chunk(b"zTXt", b"workflow\0\0" + zlib.compress(LONG))
+    given = plain[:33] + other + xmp + other + plain[33:]
+    assert decode_image(given).tobytes() == decode_image(plain).transpose(Transpose.ROTATE_270).tobytes()
+
+
+def other_files(pictures: Any) -> dict[str, bytes]:
+    """By kind, files as cameras, phones and editors write them."""
+    image, second, alpha = pictures.noise(40, 30), pictures.noise(40, 30, seed=5), pictures.noise(40, 30, "RGBA")
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    animated = {"save_all": True, "append_images": [second]}
+    jpeg, png = pictures.file(image, "JPEG"), pictures.file(image)
+    webp = pictures.file(image, "WEBP", lossless=True)
+    return {
+        "WebP": webp,
+        "WebP, lossy": pictures.file(image, "WEBP"),
+        "WebP, transparent": pictures.file(alpha, "WEBP", lossless=True),
+        "WebP, animated": pictures.file(image, "WEBP", lossless=True, duration=100, **animated),
+        "WebP, turned": pictures.file(image, "WEBP", lossless=True, exif=turned),
+        "WebP and more": webp + b"more",
+        "GIF": pictures.file(image, "GIF"),
+        "GIF, grey": pictures.file(image.convert("L"), "GIF"),
+        "GIF, transparent": pictures.file(image.quantize(16), "GIF", transparency=3),
+        "GIF, animated": pictures.file(image, "GIF", **animated),
+        "APNG": pictures.file(image, **animated),
+        "APNG with another first picture": pictures.file(image, default_image=True, **animated),
+        "PNG and more": png + b"more",
+        "PNG without an end": png[:-12],
+        "MPO": pictures.file(image, "MPO", **animated),
+        "JPEG, progressive": pictures.file(image, "JPEG", progressive=True),
+        "JPEG, CMYK": pictures.file(image.convert("CMYK"), "JPEG"),
+        "JPEG with a large profile": pictures.file(image, "JPEG", icc_profile=bytes(range(256)) * 2000),
+        "JPEG and more": jpeg + b"more" * 1000,
+    }
+
+
+def test_files_of_other_kinds_show_what_vllm_serve_shows(pictures: Any) -> None:
+    for kind, data in other_files(pictures).items():
+        assert np.array_equal(np.asarray(decode_image(data)), np.asarray(load_with_vllm(data))), kind
+
+
+@pytest.mark.parametrize("format", ["WEBP", "GIF"])
+def test_a_cut_off_webp_or_gif_is_refused(pictures: Any, format: str) -> None:
+    data = pictures.file(pictures.noise(100, 80), format)
+    for share in (0.02, 0.5, 0.9):
+        with pytest.raises(ImageError):
+            decode_image(data[: int(len(data) * share)])
 
 
 def test_images_wait_while_others_fill_the_budget_of_pixels_and_a_larger_one_goes_alone() -> None:

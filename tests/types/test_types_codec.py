@@ -269,15 +269,15 @@ WRONG_DATA = {
     ),
     "no image": (
         request_message(model_input=[{"image": {"data": b"hello", "format": "png"}}]),
-        "data[3].model_input.chunks[0].data: neither a PNG nor a JPEG file (it begins with 68 65 6c 6c 6f)",
+        "data[3].model_input.chunks[0].data: no PNG, JPEG, WebP or GIF file (it begins with 68 65 6c 6c 6f)",
     ),
     "format that contradicts the image": (
         request_message(model_input=[{"image": {"data": PNG, "format": "jpeg"}}]),
         "data[3].model_input.chunks[0].format: says 'jpeg', but data is a png file",
     ),
     "unknown image format": (
-        request_message(model_input=[{"image": {"data": PNG, "format": "webp"}}]),
-        "data[3].model_input.chunks[0].format: Input should be 'png' or 'jpeg', not 'webp'",
+        request_message(model_input=[{"image": {"data": PNG, "format": "bmp"}}]),
+        "data[3].model_input.chunks[0].format: Input should be 'png', 'jpeg', 'webp' or 'gif', not 'bmp'",
     ),
     "no expected tokens": (
         request_message(model_input=[{"image": {"data": PNG, "format": "png", "expected_tokens": 0}}]),

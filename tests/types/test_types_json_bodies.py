@@ -226,7 +226,7 @@ def text(*tokens: Any) -> dict[str, Any]:
         (sample_body({"type": "dmel", "dmel": "AA=="}), "prompt.chunks[1]: Input tag 'dmel'"),
         (
             sample_body({"type": "image", "data": "aGVsbG8=", "format": "png"}),
-            "prompt.chunks[1].data: neither a PNG nor a JPEG file (it begins with 68 65 6c 6c 6f)",
+            "prompt.chunks[1].data: no PNG, JPEG, WebP or GIF file (it begins with 68 65 6c 6c 6f)",
         ),
         (sample_body({"type": "image", "data": "@@", "format": "png"}), "prompt.chunks[1].data: not base64"),
         (sample_body({"type": "image", "data": "é", "format": "png"}), "prompt.chunks[1].data: not base64"),

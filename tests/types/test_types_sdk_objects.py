@@ -182,7 +182,7 @@ def test_what_has_no_counterpart_is_refused_by_name() -> None:
 def test_what_the_sdk_allows_and_we_do_not_is_refused_with_the_fields_name() -> None:
     with pytest.raises(ValidationError, match="a text chunk needs at least one token"):
         from_sdk(sdk.ModelInput.from_ints([]))
-    with pytest.raises(ValidationError, match="neither a PNG nor a JPEG"):
+    with pytest.raises(ValidationError, match="no PNG, JPEG, WebP or GIF file"):
         from_sdk(sdk.ImageChunk(data=b"hello", format="png"))
 
 

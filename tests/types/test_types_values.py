@@ -269,10 +269,10 @@ def test_image_data_is_bytes_or_base64_and_serialises_to_base64() -> None:
     ("data", "format", "reason"),
     [
         (b"", "png", "data: the image is empty"),
-        (b"GIF89a", "png", "data: neither a PNG nor a JPEG file"),
+        (b"BM    ", "png", "data: no PNG, JPEG, WebP or GIF file"),
         (PNG, "jpeg", "format: says 'jpeg', but data is a png file"),
         (JPEG, "png", "format: says 'png', but data is a jpeg file"),
-        (PNG, "webp", "format\n"),
+        (PNG, "bmp", "format\n"),
         ("no base64!", "png", "data\n.*not base64"),
         ([1, 2], "png", "data\n"),
     ],

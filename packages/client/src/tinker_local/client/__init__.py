@@ -82,7 +82,8 @@ from tinker_local.client.run_metrics import log_metrics as log_metrics
 from tinker_local.client.served_names import use_served_names as use_served_names
 from tinker_local.types import PromptLayout as PromptLayout
 from tinker_local.types import as_rgb as as_rgb
+from tinker_local.types import open_picture as open_picture
 
-__all__ = ["LoopbackBackend", "LoopbackServer", "PromptLayout", "as_rgb", "image_chunk", "log_metrics"]
+__all__ = ["LoopbackBackend", "LoopbackServer", "PromptLayout", "as_rgb", "image_chunk", "log_metrics", "open_picture"]
 __all__ += ["model_input", "text_chunk", "use_served_names"]
 __all__ += _sdk.__all__

@@ -7,17 +7,19 @@ grey scaled to 8. Files whose pixels are already so are sent unchanged; everythi
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 import PIL.Image
 import tinker
-from tinker_local.types import InvalidRequestError, as_rgb, image_format
-from tinker_local.types.datum import ImageFormat
+from tinker_local.types import InvalidRequestError, as_rgb, image_format, open_picture
 
 Image: TypeAlias = PIL.Image.Image | Path | bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 """A PIL image; a path or the bytes of an image file that PIL reads; or pixels: uint8 [H, W], [H, W, 3] or [H, W, 4]."""
+
+ImageFormat = Literal["png", "jpeg"]
+"""Of the files that the SDK sends."""
 
 EXIF_ORIENTATION = 0x0112
 JPEG_QUALITY = 95
@@ -80,14 +82,14 @@ def _read(image: Image | npt.NDArray[Any], format: ImageFormat, where: str) -> _
 
 def _read_file(data: bytes, format: ImageFormat, where: str) -> _Picture:
     try:
-        opened = PIL.Image.open(BytesIO(data))
+        opened = open_picture(data)
         opened.load()
         rgb = _as_rgb(opened, where)
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:  # what PIL's decoders raise
         start = f"{len(data)} bytes, beginning with {data[:8].hex(' ')}" if data else "0 bytes"
         raise InvalidRequestError(f"{where}: no image that can be read ({start}): {error}") from error
     found, upright = image_format(data), opened.getexif().get(EXIF_ORIENTATION, 1) == 1
-    if found and upright and opened.mode == "RGB" and not opened.has_transparency_data:
+    if (found == "png" or found == "jpeg") and upright and opened.mode == "RGB" and not opened.has_transparency_data:
         return _Picture(rgb, data, found)
     return _encode(rgb, format)
 

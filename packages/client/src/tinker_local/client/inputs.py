@@ -12,9 +12,8 @@ import PIL.Image
 import tinker
 from pydantic import ValidationError
 from tinker_local import types as local
-from tinker_local.client.encode_images import Image, chunk_of
+from tinker_local.client.encode_images import Image, ImageFormat, chunk_of
 from tinker_local.client.image_marks import Vocabulary, start_and_end
-from tinker_local.types.datum import ImageFormat
 
 ImageChunk: TypeAlias = tinker.types.ImageChunk | tinker.types.ImageAssetPointerChunk
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -160,11 +159,16 @@ def _chunk(part: object, where: str) -> list[int] | ImageChunk:
             return _token_ids(part.tokens, where)
         case tinker.types.ImageChunk() | tinker.types.ImageAssetPointerChunk():
             return part
+        case local.ImageChunk(format="png" | "jpeg" as format):
+            return tinker.types.ImageChunk(data=part.data, format=format, expected_tokens=part.expected_tokens)
         case local.ImageChunk():
-            return tinker.types.ImageChunk(data=part.data, format=part.format, expected_tokens=part.expected_tokens)
+            data = chunk_of(part.data, None, "png", where).data
+            return tinker.types.ImageChunk(data=data, format="png", expected_tokens=part.expected_tokens)
         case local.ImageAssetPointerChunk():
             return tinker.types.ImageAssetPointerChunk(
-                location=part.location, format=part.format, expected_tokens=part.expected_tokens
+                location=part.location,
+                format="jpeg" if part.format == "jpeg" else "png",  # servers look at the file
+                expected_tokens=part.expected_tokens,
             )
     raise local.InvalidRequestError(
         f"{where}: must be text, a list of token ids, an image or a chunk, not {type(part).__name__}"

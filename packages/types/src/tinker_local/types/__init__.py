@@ -32,6 +32,7 @@ from tinker_local.types.errors import StorageFullError as StorageFullError
 from tinker_local.types.errors import TooManyRequestsError as TooManyRequestsError
 from tinker_local.types.errors import UnsupportedError as UnsupportedError
 from tinker_local.types.pictures import as_rgb as as_rgb
+from tinker_local.types.pictures import open_picture as open_picture
 from tinker_local.types.prompt_layout import PromptLayout as PromptLayout
 from tinker_local.types.requests_and_results import TRAIN_VISION as TRAIN_VISION
 from tinker_local.types.requests_and_results import AdamParams as AdamParams

@@ -37,7 +37,8 @@ PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 JPEG_MAGIC = b"\xff\xd8\xff"
 
 
-ImageFormat = Literal["png", "jpeg"]
+ImageFormat = Literal["png", "jpeg", "webp", "gif"]
+"""What servers read. The SDK sends the first two."""
 
 
 def image_format(data: bytes) -> ImageFormat | None:
@@ -46,7 +47,9 @@ def image_format(data: bytes) -> ImageFormat | None:
         return "png"
     if data.startswith(JPEG_MAGIC):
         return "jpeg"
-    return None
+    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+        return "webp"
+    return "gif" if data.startswith((b"GIF87a", b"GIF89a")) else None
 
 
 class EncodedTextChunk(Frozen):
@@ -69,8 +72,8 @@ class EncodedTextChunk(Frozen):
 
 
 class ImageChunk(Frozen):
-    """One image as the bytes of its PNG or JPEG file. It covers the image's patch positions only; the markers around it
-    (vision start and end) are text.
+    """One image as the bytes of its PNG, JPEG, WebP or GIF file. It covers the image's patch positions only; the
+    markers around it (vision start and end) are text.
 
     `data` accepts bytes or base64 text and serialises to base64. `expected_tokens` is the number of positions that the
     client expects; the server computes the real number and fails the request on a mismatch.
@@ -97,10 +100,15 @@ class ImageChunk(Frozen):
             raise ValueError("data: the image is empty")
         found = image_format(self.data)
         if found is None:
-            raise ValueError(f"data: neither a PNG nor a JPEG file (it begins with {self.data[:8].hex(' ')})")
+            raise ValueError(f"data: no PNG, JPEG, WebP or GIF file (it begins with {self.data[:8].hex(' ')})")
         if found != self.format:
             raise ValueError(f"format: says {self.format!r}, but data is a {found} file")
         return self
+
+    @classmethod
+    def of(cls, data: bytes, expected_tokens: int | None = None) -> Self:
+        """With the format that `data` have; ValidationError if they hold none that is read."""
+        return cls(data=data, format=image_format(data) or "png", expected_tokens=expected_tokens)
 
     @field_serializer("data")
     def _encode(self, data: bytes) -> str:

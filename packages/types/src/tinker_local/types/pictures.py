@@ -1,8 +1,12 @@
 """What a model sees of a picture. The client, the server and programs call this one function, so they see the same."""
 
+import io
+import re
+import zlib
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tinker_local.types.datum import PNG_MAGIC
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -15,9 +19,99 @@ SCALED = ("PNG", "PPM")
 
 WHITE = (255, 255, 255)
 
+MAX_PIXELS = 64 * 2**20
+"""Default limit of width × height of an image in a server."""
+
+MAX_SCANS = 64
+"""Of a progressive JPEG, each of which is a pass over all pixels, whatever its bytes; encoders write about ten."""
+
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+"""A marker of a JPEG; in the data of a scan, other bytes behind 0xff belong to them."""
+_ALONE, _END, _SCAN = {0x01, 0xD8}, 0xD9, 0xDA
+"""Second bytes of markers: of those without a segment, of the end, and of the beginning of a scan."""
+
+UNSEEN = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
+"""Chunks of a PNG that Pillow reads and `as_rgb` makes nothing of, but for texts with a rotation."""
+
+ROTATIONS = (b"Raw profile type exif", b"XML:com.adobe.xmp")
+"""Keywords of texts in which Pillow looks for a rotation."""
+
+READ_TEXT = 2**25
+"""Bytes of such a text in a PNG: Pillow takes 64 MiB of texts, and two are read."""
+
+INFLATED_TEXT = 2**20
+"""Bytes that a compressed one may have become, as in Pillow."""
+
 
 class NoAgreedRangeError(ValueError):
     """It is not known which pixels of a picture are black and white."""
+
+
+class TooManyScansError(ValueError):
+    """A JPEG has more than `MAX_SCANS`."""
+
+
+def open_picture(data: bytes, formats: tuple[str, ...] | None = None) -> "Image":
+    """Pillow's `Image.open` of a file's bytes: its header is read, and no pixel. `formats`: Pillow's names; None: all.
+
+    Texts and colour profiles of a PNG are left out: `as_rgb` sees nothing of them, and Pillow refuses files in which
+    they are long, as those of programs that keep a whole workflow there. Raises what Pillow raises, and
+    TooManyScansError.
+    """
+    from PIL import Image
+
+    opened = Image.open(io.BytesIO(_without_texts(data)), formats=formats)
+    if opened.format in ("JPEG", "MPO") and (scans := _scans(data)) > MAX_SCANS:
+        raise TooManyScansError(f"a JPEG of {scans} scans, the limit is {MAX_SCANS}; save it again, or as PNG")
+    return opened
+
+
+def _scans(data: bytes) -> int:
+    """How many scans a JPEG has. What is in its metadata does not count, as a thumbnail's, nor what comes behind its
+    end, as the video of a motion photo."""
+    at, scans = 0, 0
+    while found := _MARKER.search(data, at):
+        at, kind = found.end(), data[found.end() - 1]
+        if kind == _END:
+            break
+        if kind not in _ALONE:
+            at += int.from_bytes(data[at : at + 2], "big")
+        scans += kind == _SCAN
+    return scans
+
+
+def _without_texts(data: bytes) -> bytes:
+    """A PNG without `UNSEEN`, except for the first text with each of `ROTATIONS`; other files as they are."""
+    kept, start, at = [], 0, len(PNG_MAGIC)
+    rotations = {*ROTATIONS}
+    while data.startswith(PNG_MAGIC) and at + 8 <= len(data):
+        kind, text = data[at + 4 : at + 8], at + 8
+        end = text + int.from_bytes(data[at : at + 4], "big") + 4
+        if kind in UNSEEN and end <= len(data):
+            keyword = data[text : min(text + 80, end)].partition(b"\0")[0]
+            first = keyword in rotations
+            rotations.discard(keyword)
+            if not (first and _is_short(kind, data[text + len(keyword) + 1 : end - 4])):
+                kept.append(data[start:at])
+                start = end
+        at = len(data) if kind == b"IEND" else end
+    return b"".join((*kept, data[start:])) if kept else data
+
+
+def _is_short(kind: bytes, text: bytes) -> bool:
+    """Whether Pillow reads the `text` of a chunk, which follows its keyword."""
+    if kind == b"zTXt":
+        packed = text[1:]
+    elif kind == b"iTXt" and text[:1] == b"\1":
+        packed = text[2:].split(b"\0", 2)[-1]  # behind a language and a translated keyword
+    else:
+        return len(text) <= READ_TEXT
+    inflating = zlib.decompressobj()
+    try:
+        inflating.decompress(packed, INFLATED_TEXT)
+    except zlib.error:
+        return True  # Pillow takes it as empty
+    return not inflating.unconsumed_tail
 
 
 def as_rgb(image: "Image") -> "Image":

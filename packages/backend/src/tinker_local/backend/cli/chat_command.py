@@ -111,11 +111,10 @@ def in_order(parts: list[dict[str, Any]], order: "PromptOrder | None") -> list[d
 def as_sent(file: Path, data: bytes, side: int | None) -> bytes:
     """A picture's file, or a PNG of it where the server does not take its format, or where it is larger than `side`
     pixels a side: then it is shrunk as by examples/image_folders.py, and that is said."""
-    from PIL import Image
-    from tinker_local.types import as_rgb, image_format
+    from tinker_local.types import as_rgb, image_format, open_picture
 
     try:
-        picture = as_rgb(Image.open(io.BytesIO(data)))
+        picture = as_rgb(open_picture(data))
     except Exception as error:  # PIL documents no closed set
         raise click.ClickException(f"{file}: no picture that can be read: {error}") from None
     width, height = picture.size

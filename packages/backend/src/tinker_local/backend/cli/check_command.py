@@ -76,12 +76,11 @@ def _fault_of_weights(source: ModelSource) -> str | None:
     if (folder := folder_of(source.path)) is None:
         return None
     if all(importlib.util.find_spec(library) for library in ("torch", "transformers")):
-        from tinker_local.backend.training.model.load_model import check_weights, config_of, supported_family
+        from tinker_local.backend.models.load_engines import check_model as check_for_engines
         from tinker_local.types import UnsupportedError
 
         try:
-            config = config_of(source.path)
-            check_weights(source.path, config, supported_family(config, source.path))
+            check_for_engines(source.path)
         except UnsupportedError as error:
             return str(error)
     return not_finite(stored_tensors(folder).values())

@@ -10,7 +10,6 @@ Arithmetic is float64; weights are rounded to float32, so that a saved adapter e
 """
 
 import hashlib
-import io
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from cachetools import LRUCache
 from tinker_local.backend.adapters.adapter import FACTORS, LORA_ALPHA, tensor_name
+from tinker_local.backend.rendering.decoding import FORMATS
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
 from tinker_local.types import (
     EncodedTextChunk,
@@ -31,6 +31,7 @@ from tinker_local.types import (
     ModelInput,
     UnsupportedError,
     as_rgb,
+    open_picture,
 )
 from tinker_local.types.pictures import NoAgreedRangeError
 
@@ -258,7 +259,7 @@ def _process(data: bytes, content_hash: str, where: str) -> RenderedImage:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            opened = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
+            opened = open_picture(data, FORMATS)
         width, height = opened.size
         if width * height > MAX_PIXELS:
             raise InvalidRequestError(f"{where}.data: {width} × {height} pixels, the limit is {MAX_PIXELS}")

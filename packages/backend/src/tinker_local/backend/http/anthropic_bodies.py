@@ -46,8 +46,8 @@ def _named(field: str, make: Callable[..., Any], *given: str) -> Any:
 def _image(source: Any) -> Any:
     """The image of a `source`; ValueError."""
     match source:
-        case {"type": "base64", "media_type": str(media_type), "data": str(data), **further}:
-            image: Image = _named("data", image_of, media_type, data)
+        case {"type": "base64", "media_type": str(), "data": str(data), **further}:
+            image: Image = _named("data", image_of, data)
         case {"type": "url", "url": str(url), **further}:
             image = _named("url", image_at, url)
         case _:

@@ -1,7 +1,7 @@
 """Fields that requests of OpenAI's and Anthropic's APIs have in common."""
 
-from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+import base64
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationError
 from tinker_local.types import ImageAssetPointerChunk, ImageChunk, user_message
@@ -12,15 +12,6 @@ LONGEST_MODEL = 1024
 
 ModelName = Annotated[str, Field(min_length=1, max_length=LONGEST_MODEL)]
 
-_FORMATS: dict[str, Literal["png", "jpeg"]] = {
-    "image/png": "png",
-    "image/jpeg": "jpeg",
-    "image/jpg": "jpeg",
-    ".png": "png",
-    ".jpg": "jpeg",
-    ".jpeg": "jpeg",
-}
-
 MOST_CONTROL_TOKENS = 64
 
 ControlTokens = Annotated[TupleOf[Annotated[str, Field(min_length=1)]], Field(max_length=MOST_CONTROL_TOKENS)]
@@ -29,15 +20,15 @@ ControlTokens = Annotated[TupleOf[Annotated[str, Field(min_length=1)]], Field(ma
 Image = ImageChunk | ImageAssetPointerChunk
 
 
-def image_of(media_type: str, data: str) -> ImageChunk:
-    """An image that was sent as base64; ValueError for another format than PNG and JPEG."""
-    if media_type.lower() not in _FORMATS:
-        raise ValueError(f"{media_type!r} is not image/png or image/jpeg")
+def image_of(data: str) -> ImageChunk:
+    """An image that was sent as base64. Its bytes say what it is, as for hosted APIs and vLLM, whatever media type a
+    client has written beside them; ValueError for other bytes than PNG, JPEG, WebP or GIF."""
     try:
-        return ImageChunk.model_validate({"data": data, "format": _FORMATS[media_type.lower()]})
+        return ImageChunk.of(base64.b64decode(data, validate=True))
     except ValidationError as error:
-        told = user_message(error).removeprefix("data: ")
-        raise ValueError(told.replace("format: says", "the media type says", 1)) from None
+        raise ValueError(user_message(error).removeprefix("data: ")) from None
+    except ValueError as error:
+        raise ValueError(f"not base64: {error}") from None
 
 
 def image_at(url: Any) -> Any:
@@ -46,14 +37,10 @@ def image_at(url: Any) -> Any:
         raise ValueError("must be a URL")
     if url[:5].lower() == "data:":
         head, _, data = url[5:].partition(",")
-        media_type, *parameters = head.split(";")
-        if "base64" not in parameters:
-            raise ValueError("a data URL must be data:image/png;base64,... or data:image/jpeg;base64,...")
-        return image_of(media_type, data)
-    suffix = urlsplit(url).path.lower().rpartition(".")
-    if (found := _FORMATS.get(f".{suffix[2]}")) is None:
-        raise ValueError("the path of a URL must end with .png, .jpg or .jpeg; or send a data URL")
-    return ImageAssetPointerChunk(location=url, format=found)
+        if "base64" not in head.split(";")[1:]:
+            raise ValueError("a data URL must be data:image/png;base64,... (or image/jpeg, image/webp, image/gif)")
+        return image_of(data)
+    return ImageAssetPointerChunk(location=url, format="png")  # read as what it is
 
 
 def only(*without_effect: Any) -> AfterValidator:

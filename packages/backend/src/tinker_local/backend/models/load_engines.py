@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import importlib.util
 import logging
 import os
 import sys
@@ -37,7 +38,6 @@ from tinker_local.backend.options import MICRO_BATCH_TOKENS, BackendOptions, DTy
 from tinker_local.backend.process.early import started_early
 from tinker_local.backend.process.ray_hosts import RayHosts
 from tinker_local.backend.process.ray_replicas import RayReplicas
-from tinker_local.backend.rendering.decoding import MAX_PIXELS
 from tinker_local.backend.rendering.grammar import SWITCHED_OFF
 from tinker_local.backend.rendering.renderer import CACHE_BYTES, ImageReading, ModelRenderer
 from tinker_local.backend.rendering.tools import ToolFormat
@@ -50,6 +50,7 @@ from tinker_local.backend.training.process_trainer import ProcessTrainer, Traine
 from tinker_local.backend.training.trainer_config import TRAINERS_IMAGES, TrainerConfig
 from tinker_local.backend.weight_files import read_ahead
 from tinker_local.backend.weights.memory_holder import MemoryHolder
+from tinker_local.types.pictures import MAX_PIXELS
 
 if TYPE_CHECKING:
     from tinker_local.backend.fakes import FakeModel
@@ -88,6 +89,8 @@ async def load_base_models(
     `load`: makes the engines of one (None: the real ones). If one fails, those before it are in `models`. ValueError if
     trainer and sampler compute a model differently.
     """
+    if load is None:
+        await in_daemon_thread(_check_others, sources)
     for place, (path, names) in enumerate(sources.items()):
         share = options.gpu_memory_utilization / (len(sources) - place)  # of what the models before it left
         sleeps = options.sampler_sleeps and len(sources) == 1
@@ -483,16 +486,13 @@ def _load_real(
         import torch
         from tinker_local.backend.families import OTHER
         from tinker_local.backend.rendering.hf_text import HFText
-        from tinker_local.backend.training.model.load_model import check_weights, config_of, supported_family
         from tinker_local.backend.training.run.worker import HFTrainer, trainer_of_rank
         from tinker_local.backend.vllm_engine import build_engine, compat_vllm
 
     check_source(source)
     dtype = options.dtype or compat_vllm.default_dtype()
-    config = config_of(source.path)
+    config, family = check_model(source.path)
     text_config = config.get_text_config()
-    family = supported_family(config, source.path)
-    check_weights(source.path, config, family)
     gpus = 0 if compat_vllm.runs_on_cpu() else torch.cuda.device_count()
     if gpus and not (family.one_copy and _keeps_experts(family)):
         holder = None
@@ -580,6 +580,28 @@ def _load_real(
         stages=stages,
         holder=holder,
     )
+
+
+def check_model(path: str) -> "tuple[Any, Family]":
+    """transformers' config of the model at `path`, and its family; UnsupportedError in a sentence if an engine is known
+    not to run it, or if its files do not hold what its class needs. Starts no engine and reads headers alone."""
+    from tinker_local.backend.training.model.load_model import check_weights, config_of, supported_family
+
+    config = config_of(path)
+    family = supported_family(config, path)
+    check_weights(path, config, family)
+    if importlib.util.find_spec("vllm"):  # `check` may run before it is installed
+        from tinker_local.backend.vllm_engine.refusals import check_runs
+
+        check_runs(path, config, family)
+    return config, family
+
+
+def _check_others(sources: Mapping[str, Sequence[str]]) -> None:
+    """Before the first of several models takes minutes to load: the same for the others."""
+    for path, names in list(sources.items())[1:]:
+        check_source(ModelSource(names[0], path))
+        check_model(path)
 
 
 def _keeps_experts(family: "Family") -> bool:

@@ -1,6 +1,5 @@
-"""From the bytes of a PNG or JPEG file to the RGB image that both vLLM and the HF processor get."""
+"""From the bytes of an image file to the RGB image that both vLLM and the HF processor get."""
 
-import io
 import re
 import threading
 from collections.abc import Iterator
@@ -8,22 +7,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tinker_local.backend.heap import give_memory_back
-from tinker_local.types import as_rgb
-from tinker_local.types.pictures import NoAgreedRangeError
+from tinker_local.types import as_rgb, open_picture
+from tinker_local.types.pictures import MAX_PIXELS, NoAgreedRangeError, TooManyScansError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_PIXELS = 64 * 2**20
-"""Default limit of width × height of an image."""
-
-MAX_SCANS = 64
-"""Of a progressive JPEG, each of which is a pass over all pixels, whatever its bytes; encoders write about ten."""
-
-_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
-"""A marker of a JPEG; in the data of a scan, other bytes behind 0xff belong to them."""
-_ALONE, _END, _SCAN = {0x01, 0xD8}, 0xD9, 0xDA
-"""Second bytes of markers: of those without a segment, of the end, and of the beginning of a scan."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+"""Pillow's names of those that are read."""
 
 
 class ImageError(ValueError):
@@ -71,8 +62,8 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
     """The pixels of `tinker_local.types.as_rgb`: upright, transparency on white, 16 bits of grey scaled to 8. The first
     frame of an animation.
 
-    Raises ImageError for anything but a whole PNG or JPEG, and for more than `max_pixels` (read from the header, before
-    any pixel is decoded).
+    Raises ImageError for anything but a whole PNG, JPEG, WebP or GIF, and for more than `max_pixels` (read from the
+    header, before any pixel is decoded).
     """
     opened = _open(data)
     size = f"image of {opened.width}x{opened.height} pixels"
@@ -91,27 +82,12 @@ def _open(data: bytes) -> "Image":
     from PIL import Image
 
     try:
-        opened = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
+        return open_picture(data, FORMATS)
+    except TooManyScansError as error:
+        raise ImageError(str(error)) from None
     except Image.DecompressionBombError as error:
         pixels = re.findall(r"\d+", str(error))[0]  # which nothing else tells of an image that Pillow does not open
         limit = 2 * (Image.MAX_IMAGE_PIXELS or 0)
         raise ImageError(f"image of {pixels} pixels: no option allows more than {limit}") from error
     except Exception as error:  # PIL documents no closed set of what broken files raise
-        raise ImageError(f"{len(data)} bytes that are not a readable PNG or JPEG file") from error
-    if opened.format != "PNG" and (scans := _scans(data)) > MAX_SCANS:
-        raise ImageError(f"a JPEG of {scans} scans, the limit is {MAX_SCANS}; save it again, or as PNG")
-    return opened
-
-
-def _scans(data: bytes) -> int:
-    """How many scans a JPEG has. What is in its metadata does not count, as a thumbnail's, nor what comes behind its
-    end, as the video of a motion photo."""
-    at, scans = 0, 0
-    while found := _MARKER.search(data, at):
-        at, kind = found.end(), data[found.end() - 1]
-        if kind == _END:
-            break
-        if kind not in _ALONE:
-            at += int.from_bytes(data[at : at + 2], "big")
-        scans += kind == _SCAN
-    return scans
+        raise ImageError(f"{len(data)} bytes that are not a readable PNG, JPEG, WebP or GIF file") from error

@@ -241,7 +241,11 @@ class ImageAssets:
 
         TimeoutError at `end`, whatever the host does: a limit for each read would let it send byte after byte.
         """
-        head = {"Host": url.netloc.decode(), "Accept": "image/png, image/jpeg", "Accept-Encoding": "identity"}
+        head = {
+            "Host": url.netloc.decode(),
+            "Accept": "image/png, image/jpeg, image/webp, image/gif",
+            "Accept-Encoding": "identity",
+        }
         if self._tls is None:
             self._tls = await DISK.run(httpx.create_ssl_context, trust_env=False)
         async with (
@@ -270,9 +274,9 @@ class ImageAssets:
 
 
 def _as_sent(chunk: ImageAssetPointerChunk, data: bytes, where: str) -> ImageChunk:
-    """The chunk that would have been sent with `data`."""
+    """The chunk that would have been sent with `data`, whose bytes say what they are: suffixes may not."""
     try:
-        return ImageChunk(data=data, format=chunk.format, expected_tokens=chunk.expected_tokens)
+        return ImageChunk.of(data, chunk.expected_tokens)
     except ValidationError as error:
         raise InvalidRequestError(f"{where}: {chunk.location}: {error.errors()[0]['msg']}") from None
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.rendering.decoding import IN_FLIGHT, MAX_PIXELS, ImageError, decode_image, image_size
+from tinker_local.backend.rendering.decoding import IN_FLIGHT, ImageError, decode_image, image_size
 from tinker_local.backend.rendering.image_cache import ImageCache
 from tinker_local.backend.rendering.rendered_input import (
     ImagePlacement,
@@ -24,6 +24,7 @@ from tinker_local.types import (
     ModelInput,
     UnsupportedError,
 )
+from tinker_local.types.pictures import MAX_PIXELS
 
 CACHE_BYTES = 2**30
 

@@ -30,6 +30,7 @@ from tinker_local.backend.vllm_engine.compat_vllm import (
 )
 from tinker_local.backend.vllm_engine.release_engine import kept_by_dynamo, workspaces_of_failures_left
 from tinker_local.backend.vllm_engine.sleep_mode import sleep_mode_is_free
+from tinker_local.types import UnsupportedError
 
 _MIB = 2**20
 _building = threading.Lock()
@@ -194,7 +195,13 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
         kept_before = kept_by_dynamo()
         with workspaces_of_failures_left():
             with stage("engine"), shared_weights.reading(options.shared_weights) as read:
-                engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+                try:
+                    engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+                except (AssertionError, AttributeError, LookupError, TypeError, NotImplementedError) as error:
+                    first = str(error).partition("\n")[0]
+                    raise UnsupportedError(
+                        f"{options.model}: vLLM does not run it ({type(error).__name__}: {first})"
+                    ) from error
             engine.lent = read
             if read.holder is not None and not runs_on_cpu():
                 read.check(engine)

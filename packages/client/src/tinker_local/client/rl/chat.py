@@ -14,12 +14,11 @@ from typing import Any, TypeAlias
 
 import PIL.Image
 import tinker
-from tinker_local.client.encode_images import chunk_of
+from tinker_local.client.encode_images import ImageFormat, chunk_of
 from tinker_local.client.image_marks import QWEN
 from tinker_local.client.rl.environment import Message
 from tinker_local.types import InvalidRequestError
 from tinker_local.types.control_tokens import control_tokens, control_tokens_in_replies, special_tokens
-from tinker_local.types.datum import ImageFormat
 from tinker_local.types.processor_templates import processor_template
 
 Chunk: TypeAlias = tinker.ModelInputChunk

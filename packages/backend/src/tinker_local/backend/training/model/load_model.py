@@ -1,5 +1,6 @@
 """Load a base model for training: frozen, with a decoder that trains adapters on it."""
 
+import contextlib
 import functools
 from copy import deepcopy
 from dataclasses import dataclass
@@ -90,6 +91,8 @@ def supported_family(config: Any, where: str) -> Family:
         raise UnsupportedError(f"{where}: {NO_FAMILY.format(config.model_type)}")
     if family is OTHER:
         _check_layers(config, where)
+        with contextlib.suppress(NotImplementedError):  # what counts tokens needs values
+            decoder_of_sizes(config, "float32", "auto")  # refuses layers that no decoder takes
     return family
 
 
@@ -112,13 +115,20 @@ def _check_layers(config: Any, where: str) -> None:
             f"{where}: model_type {kind!r} is not supported: in transformers the model needs its layers at "
             f"{path}.layers and its LM head at lm_head ({error})"
         ) from None
+    if not isinstance(model.lm_head, torch.nn.Linear):
+        found = type(model.lm_head).__name__
+        raise UnsupportedError(
+            f"{where}: model_type {kind!r} is not supported: its lm_head is a {found}, and no linear layer that gives "
+            "logits"
+        )
     if getattr(config.get_text_config(), "max_position_embeddings", None) is None:
         raise UnsupportedError(
             f"{where}: model_type {kind!r} is not supported: its config has no max_position_embeddings, the longest "
             "sequence that it takes"
         )
     for name, parameter in model.named_parameters():
-        if name.endswith(".gate_up_proj") and parameter.dim() == 3:
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if parameter.dim() == 3 and not isinstance(owner, torch.nn.Conv1d):
             known = ", ".join(each for each, family in sorted(FAMILIES.items()) if family.lora.experts)
             raise UnsupportedError(
                 f"{where}: model_type {kind!r} is not supported: {name.rpartition('.')[0]} has {len(parameter)} routed "
@@ -154,6 +164,10 @@ def config_of(path: str) -> Any:
 
 def _not_a_model(error: Exception) -> str:
     first = str(error).partition("\n")[0]
+    if "trust_remote_code" in str(error):
+        return (
+            "its config.json names code in its folder (auto_map), and this server runs no code that comes with a model"
+        )
     return f"transformers makes no model of its config.json ({type(error).__name__}: {first})"
 
 
