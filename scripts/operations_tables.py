@@ -159,6 +159,7 @@ LIMITS: dict[str, dict[str, str]] = {
         "characters of a model's name": "http.endpoint_fields.LONGEST_MODEL",
         "`logprobs` and `top_logprobs`": "http.openai_bodies.MAX_LIKELIEST",
         "logprobs in an answer that is not streamed": "http.openai_answers.MAX_CELLS",
+        "tokens of prompts in an answer": "http.openai_answers.MAX_ECHOED",
         "bytes of tokens and logprobs that wait for the client of a stream, and for those of all; an owner may have as "
         "many as are left": "control.completions.MOST_WAITING control.completions.MOST_UNREAD",
         "tools of a request": "http.tool_fields.MOST_TOOLS",

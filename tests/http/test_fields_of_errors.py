@@ -118,12 +118,6 @@ def source(data: bytes, kind: str = "png") -> dict[str, Any]:
     return {"type": "image", "source": {"type": "base64", "media_type": f"image/{kind}", "data": text}}
 
 
-@pytest.mark.mutation(
-    "first-picture-blamed",
-    "Prompt.told",
-    "self.image_fields[sum(not isinstance(each, EncodedTextChunk) for each in before)]",
-    "self.image_fields[0]",
-)
 @pytest.mark.parametrize("data", BAD_PICTURES.values(), ids=BAD_PICTURES)
 def test_a_bad_picture_is_named_where_it_was_sent_on_fakes(loopback_server: LoopbackServer, data: bytes) -> None:
     """The second of three, in a chat, a stream, a message, a count, and what a tool has answered."""

@@ -150,9 +150,6 @@ async def test_with_keys_the_server_has_any_name_on_fakes(start_api: StartApi) -
 PAGE = "https://app.example.org"
 
 
-@pytest.mark.mutation(
-    "pages-of-any-origin", "create_app", "allow_origins=backend.options.cors_origins", 'allow_origins=["*"]'
-)
 @pytest.mark.parametrize("keys", [None, [KEY]])
 async def test_web_pages_of_origins_that_are_named_may_use_the_server_on_fakes(
     start_api: StartApi, keys: list[str] | None

@@ -173,12 +173,6 @@ def test_completions_of_several_prompts_on_fakes(client: openai.OpenAI, server: 
 IDS: Any = {"return_token_ids": True}
 
 
-@pytest.mark.mutation(
-    "ids-of-shown-text-alone",
-    "events",
-    "or logprobs is not None or ids or (reason",
-    "or logprobs is not None or (reason",
-)
 def test_token_ids_are_in_whole_answers_and_in_streams_on_fakes(client: openai.OpenAI) -> None:
     """Of every token, also of those that show no text: EOS, and what may become a stop."""
     settings: Any = {"model": MODEL, "seed": 6, "n": 2, "stop": ["qqqq", "zz"], "extra_body": IDS}
@@ -388,12 +382,13 @@ def test_images_are_read_on_fakes(client: openai.OpenAI) -> None:
 def picture_files(images: Sequence[Image.Image]) -> dict[str, bytes]:
     """The first of `images` in all formats without loss of its colours; WebP and GIF have the others behind it."""
     files = {}
-    for name, settings in {
+    formats: dict[str, dict[str, Any]] = {
         "png": {},
         "jpeg": {"quality": 100},
         "webp": {"lossless": True, "save_all": True},
         "gif": {"save_all": True},
-    }.items():
+    }
+    for name, settings in formats.items():
         buffer = io.BytesIO()
         images[0].save(buffer, name, **settings, **({"append_images": images[1:]} if "save_all" in settings else {}))
         files[name] = buffer.getvalue()

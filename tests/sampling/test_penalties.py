@@ -27,10 +27,6 @@ def after_penalties(logits: torch.Tensor, tokens: Any, penalties: Penalties | No
     return result
 
 
-@pytest.mark.mutation(
-    "one-penalty-for-the-other", "_first_params", "frequency_penalty=penalties.frequency", "frequency_penalty=0.0"
-)
-@pytest.mark.mutation("penalties-of-another-row", "lower", "np.repeat(rows, [", "np.repeat([0 for _ in rows], [")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 async def test_logprobs_are_of_the_logits_after_penalties(vl: Any, temperature: float) -> None:
     """The prompt's tokens do not count. Random weights repeat themselves, so that greedy samples differ."""
