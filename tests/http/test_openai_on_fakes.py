@@ -542,6 +542,20 @@ def test_harmless_parameters_of_clients_are_taken_on_fakes(client: openai.OpenAI
     assert said.usage.prompt_tokens == len("system:be\nassistant:a\nuser:hi\nassistant:")
 
 
+def test_messages_that_openais_client_has_parsed_can_be_sent_back_on_fakes(client: openai.OpenAI) -> None:
+    parsed: Any = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None, "parsed": {"day": 1}}
+    said = client.chat.completions.create(model=MODEL, messages=[*HI, parsed, *HI], max_tokens=1)
+    plain = client.chat.completions.create(
+        model=MODEL, messages=[*HI, {"role": "assistant", "content": "a"}, *HI], max_tokens=1
+    )
+    assert said.usage == plain.usage
+    function = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
+    calls: Any = {"role": "assistant", "content": None, "parsed": None}
+    calls["tool_calls"] = [{"id": "c", "type": "function", "function": function}]
+    result: Any = {"role": "tool", "tool_call_id": "c", "content": "b"}
+    client.chat.completions.create(model=MODEL, messages=[*HI, calls, result], max_tokens=1)
+
+
 def test_errors_have_openais_shape_on_fakes(client: openai.OpenAI, server: LoopbackServer) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         client.chat.completions.create(model="no/model", messages=HI)

@@ -71,6 +71,8 @@ class Message(Frozen):
     audio: Unsupported = None
     annotations: Annotated[Any, only([])] = None
     reasoning_content: Unsupported = None
+    parsed: Label = None
+    """What OpenAI's client makes of `content`, and sends back with the message."""
 
     @model_validator(mode="after")
     def _of_its_role(self) -> Self:

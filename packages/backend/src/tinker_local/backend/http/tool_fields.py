@@ -53,6 +53,8 @@ class FunctionCall(Frozen):
 
     name: ToolName
     arguments: str
+    parsed_arguments: Label = None
+    """What OpenAI's client makes of `arguments`, and sends back with the message."""
 
 
 class MessageCall(Frozen):

@@ -8,8 +8,8 @@ from tinker_local.backend.vllm_engine.build_engine import import_vllm, process_s
 from tinker_local.backend.vllm_engine.compat_vllm import runs_on_cpu
 from tinker_local.types import UnsupportedError
 
-USUAL_HEADS = (64, 80, 96, 112, 128, 256)
-"""Sizes of attention heads that vLLM computes on any device."""
+USUAL_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+"""Sizes of attention heads that every version of vLLM here computes on a CPU. Others need a look into vLLM."""
 
 
 def check_runs(path: str, config: Any, family: Family) -> None:
