@@ -192,10 +192,9 @@ def test_a_picture_is_checked_by_the_servers_rules_before_training_starts(image_
     for file in (large, slow):
         with pytest.raises(ImageError):
             decode_image(file.read_bytes())
-    with pytest.raises(
-        ValueError, match=r"large.png: 8193 x 8192 pixels are more than a server takes(.|\n)*slow.jpg: "
-    ):
+    with pytest.raises(ValueError, match=r"slow.jpg: no image that can be read: a JPEG of \d+ scans") as refused:
         image_folders.read_folder(tmp_path, share=0.2, seed=0, side=None)
+    assert "large.png: 8193 x 8192 pixels are more than a server takes" in str(refused.value)
     slow.unlink()
     image_folders.read_folder(tmp_path, share=0.2, seed=0, side=64)
 
