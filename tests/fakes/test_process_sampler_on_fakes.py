@@ -159,7 +159,7 @@ async def test_a_cancelled_sample_ends_in_the_process_on_fakes(start: Any, sampl
 
 async def test_errors_are_those_of_the_sampler_on_fakes(start: Any, samplers: ModuleType) -> None:
     sampler = start()
-    with pytest.raises(InvalidRequestError, match="prompt: 5000 tokens"):
+    with pytest.raises(InvalidRequestError, match="5000 prompt tokens"):
         await sampler.sample(work(1, length=5000))
     with pytest.raises(InternalError, match="RuntimeError: torn"):
         await sampler.sample(work(samplers.FAIL))
