@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import openai
 import pytest
 import tinker
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
@@ -27,7 +28,21 @@ from tinker_local.types import (
 )
 from tinker_local.types.sdk import to_sdk
 
+from tests.conftest import Server
+
 T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def client(real_server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{real_server.url}/v1", api_key="tml-any", max_retries=0) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def service(real_server: Server) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(base_url=real_server.url, api_key="tml-local") as one:
+        yield one
 
 
 class Driver(Protocol):

@@ -1,7 +1,7 @@
 """OpenAI's and Anthropic's clients against vLLM: the SDK's own numbers, an image, an adapter, and streams."""
 
 import base64
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,6 @@ from tests.conftest import TEXT, VISION, Server
 
 HI: Any = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is in this image?"}]
 SETTINGS: Any = {"seed": 11, "temperature": 0.8, "max_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def client(real_server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{real_server.url}/v1", api_key="tml-any", max_retries=0) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def service(real_server: Server) -> Iterator[tinker.ServiceClient]:
-    with tinker.ServiceClient(base_url=real_server.url, api_key="tml-local") as one:
-        yield one
 
 
 @pytest.fixture(scope="module")

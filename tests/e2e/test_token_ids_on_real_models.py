@@ -1,7 +1,7 @@
 """Token ids at the endpoints, on vLLM and Hugging Face: they are what the model read, so that one can train on them."""
 
 import base64
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,6 @@ from tests.documentation.pages import DOCS, blocks
 
 IDS: Any = {"return_token_ids": True}
 SETTINGS: Any = {"seed": 5, "max_tokens": 10}
-
-
-@pytest.fixture(scope="module")
-def client(real_server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{real_server.url}/v1", api_key="tml-any", max_retries=0) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def service(real_server: Server) -> Iterator[tinker.ServiceClient]:
-    with tinker.ServiceClient(base_url=real_server.url, api_key="tml-local") as one:
-        yield one
 
 
 @pytest.fixture

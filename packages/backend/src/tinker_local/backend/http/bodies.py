@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar, TypeVar
@@ -11,6 +10,7 @@ from fastapi import Request
 from pydantic import ValidationError
 from tinker_local.backend.heap import give_memory_back, unfilled
 from tinker_local.backend.http.access import caller_of, check_own_body
+from tinker_local.backend.rendering.text import check_text
 from tinker_local.backend.scheduling.shared_bytes import SharedBytes
 from tinker_local.backend.threads import PARSING
 from tinker_local.types import Frozen, InvalidRequestError, TooManyRequestsError, invalid
@@ -260,9 +260,6 @@ def validate(body: Body, model: type[M]) -> M:
         raise invalid(error) from None
 
 
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-
-
 def _check_pairs(body: Body) -> None:
     """Name the field of a text with half of a surrogate pair, which Python writes and pydantic calls a broken
     escape."""
@@ -271,10 +268,7 @@ def _check_pairs(body: Body) -> None:
     except (ValueError, RecursionError):
         return
     for path, text in _texts(whole):
-        if (lone := _LONE_SURROGATE.search(text)) is not None:
-            raise InvalidRequestError(
-                f"{path}: character {lone.start()} is U+{ord(lone[0]):04X}, half of a surrogate pair, not text"
-            )
+        check_text(text, path)
 
 
 def _texts(whole: Any) -> Iterator[tuple[str, str]]:

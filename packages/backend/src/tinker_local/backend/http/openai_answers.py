@@ -18,7 +18,7 @@ from tinker_local.backend.http.openai_bodies import Body, ChatBody, CompletionBo
 from tinker_local.backend.rendering.rendered_input import ReadPrompt
 from tinker_local.backend.rendering.text import TextCodec
 from tinker_local.backend.rendering.tools import Reply, ReplyForm, ReplyPiece
-from tinker_local.backend.sampling.sampler import DrawnTokens
+from tinker_local.backend.sampling.sampler import DrawnTokens, without_tokens
 from tinker_local.backend.threads import ENCODING
 from tinker_local.types import SampledSequence, SampleOutput, TopkLogprobs
 
@@ -43,14 +43,13 @@ CHANGED = 16
 SEEN_BEFORE = 4
 """Tokens of a prompt behind which an answer is decoded."""
 
-NOTHING_SAMPLED = np.zeros(0, np.int32)
-
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What decides how an answer looks. `likeliest` None: no logprobs. `ids`: it has token ids, and `as_ids`: its
     logprobs name tokens by them. `echoes`: the prompts that it begins with, None for one that came as ids. `sampled`:
-    whether it has what was sampled. `form`: of replies to an offer of tools."""
+    whether it has what was sampled. `stop_ids`: tokens that end it, and are not in its text. `form`: of replies to an
+    offer of tools."""
 
     chat: bool
     name: str
@@ -302,7 +301,7 @@ def whole_answer(asked: Asked, named: Named, answer: Answer, outputs: Sequence[S
     """The JSON of the answer to a request that is not streamed. Call it in a thread: it may take seconds, in which
     others run (so not `json.dumps`, which keeps the GIL)."""
     if not asked.sampled:
-        outputs = [_unsampled(output) for output in outputs]
+        outputs = [without_tokens(output) for output in outputs]  # one was sampled so that the prompt is read
     choices: list[Json] = []
     for at, output in enumerate(outputs):
         prompt = prompt_fields(answer.read[at]) if asked.ids and not asked.chat else {}  # once for all samples
@@ -313,13 +312,6 @@ def whole_answer(asked: Asked, named: Named, answer: Answer, outputs: Sequence[S
     if asked.ids and asked.chat:
         found |= prompt_fields(answer.read[0])
     return "".join(json.JSONEncoder(separators=(",", ":")).iterencode(found)).encode("utf-8", "replace")
-
-
-def _unsampled(output: SampleOutput) -> SampleOutput:
-    """Without the token that was sampled so that the prompt is read."""
-    nothing = {"tokens": NOTHING_SAMPLED, "logprobs": None, "topk_logprobs": None, "stop_reason": "length"}
-    sequences = tuple(sequence.model_copy(update=nothing) for sequence in output.sequences)
-    return output.model_copy(update={"sequences": sequences})
 
 
 async def events(asked: Asked, named: Named, answer: Answer) -> AsyncIterator[bytes]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from tinker_local.backend.rendering.rendered_input import ImageTokens
-from tinker_local.backend.rendering.text import ChatMessage, TemplateValue
+from tinker_local.backend.rendering.text import LONE_SURROGATE, ChatMessage, TemplateValue, check_text
 from tinker_local.types import Chunk, EncodedTextChunk, InvalidRequestError, ModelInput
 from tinker_local.types.control_tokens import control_tokens, control_tokens_in_replies, special_tokens
 from tinker_local.types.errors import brief
@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 # a character that Python's `repr`, which some templates use, does not escape; in a message another one follows it.
 _CUT, _WRITTEN = "\u241f", "\u241e"
 _CUTS = re.compile(f"{_CUT}(?!{_WRITTEN})")
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _WORD = re.compile(r"</?think>|[A-Za-z_]\w*")
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
@@ -211,7 +210,7 @@ class HFText:
 
     def prompt(self, text: str) -> ModelInput:
         """See `TextCodec`."""
-        _check_text(text, "prompt")
+        check_text(text, "prompt")
         return ModelInput.from_ints(np.asarray(self._tokenizer.encode(text), np.int32))
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -328,7 +327,7 @@ class HFText:
                 return value
 
     def _data(self, text: str) -> str:
-        _check_text(text, "messages")
+        check_text(text, "messages")
         return self._in_text.cut(text)
 
     def _chunks(self, text: str, images: Sequence[Chunk]) -> Iterator[Chunk]:
@@ -378,7 +377,7 @@ def _readable_bytes(words: Iterable[str]) -> Iterator[str]:
     """Tokens that are bytes, with U+FFFD in place of each that is not part of a character in UTF-8."""
     text = bytes(int(word[3:5], 16) for word in words).decode(errors="surrogateescape")
     for letter in text:
-        if _LONE_SURROGATE.match(letter):
+        if LONE_SURROGATE.match(letter):
             yield _UNREADABLE
         else:
             yield from (f"<0x{byte:02X}>" for byte in letter.encode())
@@ -394,7 +393,7 @@ def _arguments(written: str, as_object: bool = False) -> Any:
         usable = isinstance(found, dict) and _depth(found) <= _LEVELS
     except (ValueError, RecursionError):
         usable = False
-    if usable and not _LONE_SURROGATE.search(json.dumps(found, ensure_ascii=False)):
+    if usable and not LONE_SURROGATE.search(json.dumps(found, ensure_ascii=False)):
         return found
     return {"arguments": written} if as_object else written
 
@@ -419,7 +418,7 @@ def _content(message: ChatMessage, marks: _Marks, image_in_text: str | None) -> 
     for is_text, run in itertools.groupby(message.parts, key=lambda part: isinstance(part, str)):
         if is_text:
             text = "".join(map(str, run))
-            _check_text(text, "messages")
+            check_text(text, "messages")
             parts.append({"type": "text", "text": marks.cut(text)})
         elif image_in_text is None:
             parts += [{"type": "image"} for _ in run]
@@ -428,10 +427,3 @@ def _content(message: ChatMessage, marks: _Marks, image_in_text: str | None) -> 
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return parts
-
-
-def _check_text(text: str, where: str) -> None:
-    if (lone := _LONE_SURROGATE.search(text)) is not None:
-        raise InvalidRequestError(
-            f"{where}: character {lone.start()} is U+{ord(lone[0]):04X}, half of a surrogate pair, not text"
-        )

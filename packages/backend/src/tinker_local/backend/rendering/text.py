@@ -1,16 +1,19 @@
 """Text to chunks and token ids to text, for clients that have no tokenizer: the `TextCodec` protocol."""
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tinker_local.types import Chunk, ModelInput
+from tinker_local.types import Chunk, InvalidRequestError, ModelInput
 
 CHARACTER_BYTES = 4
 """Most bytes of a character in UTF-8; a token has at least one."""
 
 MOST_UNREAD = 16
 """Tokens that may wait for the rest of a character. A model may draw bytes that never become one."""
+
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Part = str | Chunk
 """A piece of a message: text, or an image."""
@@ -136,3 +139,11 @@ class TextSoFar:
 def _overlap(text: str, stop: str) -> int:
     """The length of the longest end of `text` that begins `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def check_text(text: str, where: str) -> None:
+    """InvalidRequestError, which names the field `where`, for half of a surrogate pair."""
+    if (lone := LONE_SURROGATE.search(text)) is not None:
+        raise InvalidRequestError(
+            f"{where}: character {lone.start()} is U+{ord(lone[0]):04X}, half of a surrogate pair, not text"
+        )

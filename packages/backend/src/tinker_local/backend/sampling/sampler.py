@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from tinker_local.types import (
     SampleRequest,
     SamplingParams,
     TensorData,
+    TopkLogprobs,
 )
 from tinker_local.types.requests_and_results import StopReason
 
@@ -240,3 +241,15 @@ def bytes_of(output: SampleOutput) -> int:
 def sampled_tokens(output: SampleOutput) -> int:
     """Of all sequences."""
     return sum(sequence.tokens.size for sequence in output.sequences)
+
+
+def without_tokens(output: SampleOutput) -> SampleOutput:
+    """`output` whose sequences end, before their first token, for want of room or because none was asked for."""
+    sequences = []
+    for sequence in output.sequences:
+        none: dict[str, Any] = {"tokens": sequence.tokens[:0], "stop_reason": "length"}
+        none["logprobs"] = np.empty(0, np.float32)
+        if (topk := sequence.topk_logprobs) is not None:
+            none["topk_logprobs"] = TopkLogprobs(token_ids=topk.token_ids[:0], logprobs=topk.logprobs[:0])
+        sequences.append(sequence.model_copy(update=none))
+    return output.model_copy(update={"sequences": tuple(sequences)})

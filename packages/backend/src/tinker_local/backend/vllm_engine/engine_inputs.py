@@ -154,16 +154,6 @@ def without_last(work: SampleWork) -> SampleWork:
     return replace(work, prompt=prompt, drawn=None)
 
 
-def without_tokens(output: SampleOutput) -> SampleOutput:
-    """`output`, whose sequence has no token: there is no room for one after a prompt that fills the context."""
-    (sequence,) = output.sequences
-    none = {"tokens": sequence.tokens[:0], "logprobs": np.empty(0, np.float32), "stop_reason": "length"}
-    if sequence.topk_logprobs is not None:
-        ids, logprobs = sequence.topk_logprobs.token_ids[:0], sequence.topk_logprobs.logprobs[:0]
-        none["topk_logprobs"] = TopkLogprobs(token_ids=ids, logprobs=logprobs)
-    return output.model_copy(update={"sequences": (sequence.model_copy(update=none),)})
-
-
 class TokenStream:
     """Gives `work.drawn` what is new in vLLM's cumulative outputs. Used on the engine's thread."""
 

@@ -13,7 +13,7 @@ from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.sampling.process_sampler import SamplerSeat
 from tinker_local.backend.sampling.prompt_scores import prompt_questions
-from tinker_local.backend.sampling.sampler import SampleWork, scores_alone, token_budget
+from tinker_local.backend.sampling.sampler import SampleWork, scores_alone, token_budget, without_tokens
 from tinker_local.backend.spare_memory import give_back_at_rest
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.vllm_engine import sleep_mode
@@ -26,7 +26,6 @@ from tinker_local.backend.vllm_engine.engine_inputs import (
     sample_output,
     with_own_features,
     without_last,
-    without_tokens,
 )
 from tinker_local.backend.vllm_engine.engine_positions import engine_rotations
 from tinker_local.backend.vllm_engine.engine_thread import Engine, EngineRequest, EngineThread
