@@ -117,6 +117,7 @@ def settings_of(job: Job, options: argparse.Namespace, model: Path, folder: Path
         "folder": str(folder),
         "device": options.device,
         "checkpointing": job.variant == "checkpointing",
+        "ratio_one": job.variant == "forward",
         "state": "",
         "replay": "",
     }

@@ -24,7 +24,8 @@ uses it."""
 
 class Job(NamedTuple):
     """One run. `variant`: "" for the run that is compared; `checkpointing`: TRL with its default, which computes
-    activations again; `same`: ours from TRL's first adapter; `replay`: ours on TRL's samples, from that adapter."""
+    activations again; `same`: ours from TRL's first adapter; `replay`: ours on TRL's samples, from that adapter;
+    `forward`: ours with the logprobs that the trainer has before the step, so that the ratio is 1, as in TRL."""
 
     task: str
     side: str
@@ -62,13 +63,16 @@ def place(job: Job) -> tuple[bool, bool, int]:
 
 
 def chosen(names: Sequence[str], seeds: int = 2) -> list[Job]:
-    """The jobs with these names, or of these tasks, with so many seeds of each side; all without a name. Raises
-    ValueError for an unknown one."""
+    """The jobs with these names, or of these tasks, with so many seeds of each side; without a name, all but those
+    of the variant `forward`. Raises ValueError for an unknown one."""
     further = [Job(task, side, seed) for task in TASKS for side in ("trl", "ours") for seed in range(2, seeds)]
-    jobs = sorted([*JOBS, *further], key=place)
-    if unknown := set(names) - {job.name for job in jobs} - set(TASKS):
+    jobs, named = sorted([*JOBS, *further], key=place), [Job("grpo", "ours", seed, "forward") for seed in range(seeds)]
+    if unknown := set(names) - {job.name for job in [*jobs, *named]} - set(TASKS):
         raise ValueError(f"{', '.join(sorted(unknown))}: no such job")
-    return [job for job in jobs if not names or job.name in names or job.task in names]
+    return [
+        *(job for job in jobs if not names or job.name in names or job.task in names),
+        *(job for job in named if job.name in names),
+    ]
 
 
 COMMON = {
@@ -245,16 +249,21 @@ def grpo_report(rows: Sequence[Row]) -> list[str]:
     trl, ours = found(rows, "grpo", "trl"), found(rows, "grpo", "ours")
     if not trl or not ours:
         return []
+    sides = {"TRL": trl, "tinker-local": ours, "  ratio 1": found(rows, "grpo", "ours", "forward")}
     lines = ["", "GRPO: reward of the samples, and held-out sums that are right at temperature 0"]
-    for name, group in (("TRL", trl), ("tinker-local", ours)):
+    for name, group in sides.items():
         for seed, row in enumerate(group):
             rewards = curve(row, "reward")
             before, after = row["held_out"]
             held_out = f"held out {before['right']} -> {after['right']} of {after['of']}"
             first, last = statistics.fmean(rewards[:3]), statistics.fmean(rewards[-3:])
             lines.append(f"  {name:<13} seed {seed}   steps 1-3 {first:.3f}   last 3 {last:.3f}   {held_out}")
-    if min(len(trl), len(ours)) > 2:
-        lines += held_out_lines(trl, ours)
+            if "apart" in row["steps"][0]:
+                apart, clipped = (statistics.fmean(curve(row, key)) for key in ("apart", "clipped"))
+                lines[-1] += f"   apart {apart:.4f} nats, clipped {clipped:.2%}"
+    for name, group in list(sides.items())[1:]:
+        if min(len(trl), len(group)) > 2:
+            lines += held_out_lines(trl, group, name)
     lines.append("  mean over the steps of the absolute difference of rewards:")
     lines += pair_lines(trl, ours, "reward", 3)
     for row in found(rows, "grpo", "ours", "replay"):
@@ -263,7 +272,7 @@ def grpo_report(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def held_out_lines(trl: Sequence[Row], ours: Sequence[Row]) -> list[str]:
+def held_out_lines(trl: Sequence[Row], ours: Sequence[Row], ours_name: str) -> list[str]:
     """How many held-out answers are right after the training, by side, and the 95 % interval of the difference of the
     means by Welch's t."""
     from scipy import stats  # type: ignore[import-untyped]
@@ -272,11 +281,11 @@ def held_out_lines(trl: Sequence[Row], ours: Sequence[Row]) -> list[str]:
     lines = [
         f"  {name:<13} held out after, {len(values)} seeds: mean {statistics.fmean(values):.1f}, "
         f"standard deviation {statistics.stdev(values):.1f}"
-        for name, values in zip(("TRL", "tinker-local"), right, strict=True)
+        for name, values in zip(("TRL", ours_name), right, strict=True)
     ]
     low, high = stats.ttest_ind(right[1], right[0], equal_var=False).confidence_interval(0.95)
     difference = statistics.fmean(right[1]) - statistics.fmean(right[0])
-    return [*lines, f"  tinker-local less TRL: {difference:+.1f}, 95 % between {low:+.1f} and {high:+.1f}"]
+    return [*lines, f"  {ours_name} less TRL: {difference:+.1f}, 95 % between {low:+.1f} and {high:+.1f}"]
 
 
 def text(rows: Sequence[Row], head: Sequence[str]) -> str:

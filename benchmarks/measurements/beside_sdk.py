@@ -1,7 +1,8 @@
 """The work of `baselines/trl_loop.py` as a program of the official SDK, in a process without a model.
 
 `python -m measurements.beside_sdk SETTINGS URL` reads the same file and prints the same lines. `settings["state"]` is a
-checkpoint to begin from, "" for a new adapter; `settings["replay"]`: train on what TRL sampled, step by step.
+checkpoint to begin from, "" for a new adapter; `settings["replay"]`: train on what TRL sampled, step by step;
+`settings["ratio_one"]`: with the trainer's logprobs of the samples, as TRL does, instead of the sampler's.
 """
 
 import hashlib
@@ -15,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 BEGAN = time.perf_counter()
+
+PolicyRow = tuple[list[int], list[int], list[float], float]
+"""Ids of a prompt, sampled ids, their logprobs, and the advantage."""
 
 
 def say(**numbers: Any) -> None:
@@ -106,7 +110,7 @@ class Program:
                 rewards += (own := [sum_reward(text, each["answer"]) for text in texts])
                 for one, advantage in zip(sequences, group_advantages(own), strict=True):
                     rows.append((each["ids"], list(one.tokens), list(one.logprobs), advantage))
-            numbers = self.policy_step(rows)
+            numbers = self.policy_step(self.scored_again(rows) if self.settings["ratio_one"] else rows)
             numbers |= {"reward": statistics.fmean(rewards), "tokens": statistics.fmean(len(row[1]) for row in rows)}
             say(step=step + 1, **numbers, s=time.perf_counter() - begin)
         self.measure(held_out, self.settings["steps"])
@@ -116,21 +120,27 @@ class Program:
         """GRPO on TRL's samples. The ratio is 1, as in TRL: logprobs are those of the trainer before the step."""
         for step, rollout in enumerate(json.loads(Path(self.settings["replay"]).read_text())):
             begin = time.perf_counter()
-            pairs = list(zip(rollout["prompts"], rollout["sampled"], strict=True))
-            data = [self.datum(prompt + sampled, weights=[1.0] * len(prompt + sampled)) for prompt, sampled in pairs]
-            outputs = self.client.forward(data, "cross_entropy").result().loss_fn_outputs
-            logprobs = [output["logprobs"].to_numpy().tolist() for output in outputs]
+            names = ("prompts", "sampled", "advantages")
             rows = [
-                (prompt, sampled, of_all[len(prompt) - 1 :], advantage)
-                for (prompt, sampled), of_all, advantage in zip(pairs, logprobs, rollout["advantages"], strict=True)
+                (prompt, sampled, [], advantage)
+                for prompt, sampled, advantage in zip(*(rollout[name] for name in names), strict=True)
             ]
-            say(step=step + 1, **self.policy_step(rows), s=time.perf_counter() - begin)
+            say(step=step + 1, **self.policy_step(self.scored_again(rows)), s=time.perf_counter() - begin)
         say(total_s=time.perf_counter() - BEGAN)
 
-    def policy_step(self, rows: list[tuple[list[int], list[int], list[float], float]]) -> dict[str, float]:
-        """One step of PPO's loss on (prompt, sampled tokens, their logprobs, advantage), over the number of sampled
-        tokens: TRL's `dapo`. What it says has `apart`: the mean absolute difference of the logprobs that were given and
-        the trainer's; and `clipped`: the share of sampled tokens of which nothing is learnt for that difference."""
+    def scored_again(self, rows: list[PolicyRow]) -> list[PolicyRow]:
+        """The rows with the logprobs that the trainer has now."""
+        data = [self.datum(prompt + sampled, weights=[1.0] * len(prompt + sampled)) for prompt, sampled, _, _ in rows]
+        outputs = self.client.forward(data, "cross_entropy").result().loss_fn_outputs
+        return [
+            (prompt, sampled, output["logprobs"].to_numpy().tolist()[len(prompt) - 1 :], advantage)
+            for (prompt, sampled, _, advantage), output in zip(rows, outputs, strict=True)
+        ]
+
+    def policy_step(self, rows: list[PolicyRow]) -> dict[str, float]:
+        """One step of PPO's loss, over the number of sampled tokens: TRL's `dapo`. What it says has `apart`: the mean
+        absolute difference of the logprobs that were given and the trainer's; and `clipped`: the share of sampled
+        tokens of which nothing is learnt for that difference."""
         count = sum(len(sampled) for _, sampled, _, _ in rows)
         data = []
         for prompt, sampled, logprobs, advantage in rows:

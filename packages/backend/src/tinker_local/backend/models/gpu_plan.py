@@ -26,9 +26,9 @@ _PAGE = 16
 """vLLM's blocks are multiples of so many positions."""
 _VOCABULARY_STEP = 64
 """vLLM has embeddings and LM heads of multiples of so many rows."""
-_RUNTIME = 2 * _GIB
-"""CUDA contexts of two processes (0.61 GiB each on an H200), what the driver takes for kernels and CUDA graphs (0.55
-by `benchmarks/memory_by_stage.py`), and fragmentation."""
+_RUNTIME = 7 * _GIB // 4
+"""CUDA contexts of two processes (0.61 GiB each on an H200), and what the driver takes for kernels and CUDA graphs
+(0.55), by `benchmarks/memory_by_stage.py`. `spare_bytes` is left beside it."""
 GATHERED = 3
 """Whole layers that a rank of a sharded trainer has memory for: the one that runs, the next one, and, if NCCL gathers
 them, the same as it is received."""
