@@ -46,7 +46,8 @@ async def test_logprobs_are_of_the_logits_after_penalties(vl: Any, temperature: 
         sampled.append(tuple(tokens.tolist()))
         if not temperature:
             vl.same(sequence.logprobs, expected.max(-1).values.numpy())
-    assert len({*sampled[:3]}) == 3
+    if not temperature:
+        assert len({*sampled[:3]}) == 3
 
 
 def test_what_is_not_sampled_keeps_its_logit() -> None:
