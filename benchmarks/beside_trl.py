@@ -3,6 +3,7 @@
     python benchmarks/beside_trl.py benchmarks/results/beside_trl-DATE --model .test-files/smollm2
     python benchmarks/beside_trl.py NAME --model models/smollm2 --only sft       # and again for what is left
     python benchmarks/beside_trl.py NAME --model models/smollm2 --device cuda    # one GPU, in bfloat16
+    python benchmarks/beside_trl.py NAME … --only grpo.ours.0.forward           # with the trainer's logprobs of samples
     python benchmarks/beside_trl.py /tmp/try --tiny                              # a tiny random model
 
 Both get the same token ids in the same order (their checksums are compared), batches, rank, scale, projections,
@@ -190,7 +191,8 @@ def lines_of(
             lines.append(json.loads(line))
             print(f"  {line.rstrip()}", flush=True)
     if process.wait():
-        raise SystemExit(f"error: {' '.join(command)} ended with status {process.returncode}; see {log}")
+        last = "\n".join(log.read_text().splitlines()[-20:])
+        raise SystemExit(f"error: {' '.join(command)} ended with status {process.returncode}; {log} ends with:\n{last}")
     return lines
 
 

@@ -303,7 +303,7 @@ def test_where_memory_is_short_less_is_set_aside(place: Place, free: dict[int, f
         free[0] = gib
         return place(16, gpus=1, **{"shared": True, **options})
 
-    by_memory = [placed(gib) for gib in (40, 28, 25, 24.5, 23.75)]
+    by_memory = [placed(gib) for gib in (40, 28, 24.75, 24.25, 23.5)]
     assert [each.reserves for each in by_memory] == [USUAL, *SMALLER]
     last = by_memory[-1]
     (engine,) = last.engines
