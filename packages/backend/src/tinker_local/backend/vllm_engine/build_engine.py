@@ -16,7 +16,7 @@ from tinker_local.backend.heap import while_importing
 from tinker_local.backend.options import DType
 from tinker_local.backend.sampling.sampler import RESERVED
 from tinker_local.backend.stages import stage
-from tinker_local.backend.vllm_engine import patches
+from tinker_local.backend.vllm_engine import packed_method, patches
 from tinker_local.backend.vllm_engine.compat_vllm import (
     BREAKABLE_GRAPHS,
     LORA_RANKS,
@@ -52,7 +52,8 @@ class EngineOptions:
     each a process with a share of every layer (`rank_leader.py`); `kv_cache_bytes` is that of one. `train_vision`:
     adapters may change the vision tower, which also takes `max_rank` in each slot. `shared_weights`: the address of a
     `MemoryHolder` with the matrices of a trainer on the same device, which the engine then reads where it can
-    (`shared_weights.py`). `spare_bytes`: of a GPU, left to others while nothing is sampled.
+    (`shared_weights.py`). `weights`: the kind of its matrices, of `weights/kinds.py`; those that are not dense are read
+    from a trainer. `spare_bytes`: of a GPU, left to others while nothing is sampled.
     """
 
     model: str
@@ -71,6 +72,7 @@ class EngineOptions:
     ranks: int = 1
     train_vision: bool = False
     shared_weights: str | None = None
+    weights: str = "dense"
     spare_bytes: int = 0
 
 
@@ -189,6 +191,8 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
         forget_rotary_modules()
         if options.shared_weights is not None:
             shared_weights.register()
+        if options.weights != "dense":
+            packed_method.register()
         with stage("options"):
             config = EngineArgs(**_engine_arguments(options)).create_engine_config(UsageContext.ENGINE_CONTEXT)
         patches.apply_to_config(config, options.image_cache_bytes)
@@ -242,6 +246,8 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         from tinker_local.backend.vllm_engine.shared_weights import LOAD_FORMAT
 
         arguments["load_format"] = LOAD_FORMAT
+    if options.weights != "dense":
+        arguments["quantization"] = packed_method.name_of(options.weights)
     if overrides := query_scaling(options.model):
         arguments["hf_overrides"] = overrides
     if options.ranks > 1:

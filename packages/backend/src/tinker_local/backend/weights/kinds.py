@@ -4,9 +4,10 @@ from collections.abc import Mapping
 
 from tinker_local.backend.weights.dense import dense
 from tinker_local.backend.weights.frozen_matrix import MakeMatrix
+from tinker_local.backend.weights.packed import BITS, packed
 from tinker_local.types import UnsupportedError
 
-KINDS: Mapping[str, MakeMatrix] = {"dense": dense}
+KINDS: Mapping[str, MakeMatrix] = {"dense": dense, **dict.fromkeys(BITS, packed)}
 
 
 def maker_of(kind: str, *, shards: int, experts: bool) -> MakeMatrix:

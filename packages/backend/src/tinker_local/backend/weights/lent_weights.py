@@ -9,6 +9,7 @@ import torch
 from tinker_local.backend.weight_files import folder_of, weight_files
 from tinker_local.backend.weights.checksum import checksum
 from tinker_local.backend.weights.memory_holder import Deposit
+from tinker_local.backend.weights.packed import dense_name
 from tinker_local.backend.weights.shared_memory import CannotShareError, map_shared
 
 
@@ -76,8 +77,8 @@ def in_words(changed: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LentWeights:
-    """The `tensors` of a model's files, by name; those named in `lent` are in `matrices`, the others of the sampler's
-    own."""
+    """The `tensors` of a model's files, by name, with codes and scales in place of matrices that are packed; those
+    named in `lent` are in `matrices`, the others of the sampler's own."""
 
     tensors: Mapping[str, torch.Tensor] = field(repr=False)
     lent: Set[str] = field(repr=False)
@@ -88,7 +89,9 @@ class LentWeights:
         """Those of the model at `source` that a trainer has shared; what it has not is read from the files."""
         matrices = SharedMatrices.mapped(deposit, device)
         lent = {name: Place(**place).tensor(matrices.pieces) for name, place in deposit.said["files"].items()}
-        return LentWeights(dict(stored_tensors(source, lent)), frozenset(lent), matrices)
+        packed = {dense_name(name) for name in lent} - lent.keys()
+        tensors = {name: each for name, each in stored_tensors(source, lent) if name not in packed}
+        return LentWeights(tensors | lent, frozenset(lent), matrices)
 
     def storages(self) -> dict[int, torch.Tensor]:
         """One of the lent tensors in each piece of memory, by the address of its storage."""

@@ -11,6 +11,7 @@ from tinker_local.backend.weights.checksum import checksum
 from tinker_local.backend.weights.joined_names import JOINED
 from tinker_local.backend.weights.lent_weights import Place, SharedMatrices
 from tinker_local.backend.weights.memory_holder import Deposit, get, put
+from tinker_local.backend.weights.packed import CODES, SCALES
 from tinker_local.backend.weights.shared_memory import map_shared, write_shared
 
 PIECE_BYTES = 2**30
@@ -115,9 +116,10 @@ def _runs(model: Any) -> Iterator[Sequence[str]]:
         children = dict(module.named_children())
         for joined in JOINED:
             if all(isinstance(children.get(part), torch.nn.Linear) for part in joined.parts):
-                run = [f"{prefix}{part}.weight" for part in joined.parts]
-                given.update(run)
-                yield run
+                for kind in ("weight", CODES, SCALES):
+                    run = [f"{prefix}{part}.{kind}" for part in joined.parts if kind in children[part]._parameters]
+                    given.update(run)
+                    yield run
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() >= 2 and f"{prefix}{name}" not in given:
                 given.add(f"{prefix}{name}")

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from tinker_local.backend.weights.lent_weights import Place, stored_tensors
+from tinker_local.backend.weights.packed import CODES, SCALES, PackedLinear, dense_name
 from tinker_local.backend.weights.shared_memory import CannotShareError
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.core_model_loading import revert_weight_conversion
@@ -19,13 +20,22 @@ class _Views(TorchDispatchMode):
 
 def places_in_files(model: Any, pieces: Mapping[int, int], source: str) -> Mapping[str, Place]:
     """Where matrices of the files of `source` are in `pieces`, whose numbers are given by the addresses of their
-    storages: those that transformers' `model` has there and has not changed, experts one by one, for instance.
+    storages: those that transformers' `model` has there and has not changed, experts one by one, for instance. A packed
+    one has two places, of its codes and its scales, and no place by its name in the files.
 
     CannotShareError if the files are not safetensors on this machine, or transformers cannot tell their names.
     """
+    state = {name: each.detach() for name, each in model.state_dict().items()}
+    # transformers knows the names of dense matrices: one without memory stands for each packed one.
+    packed = {path: each for path, each in model.named_modules() if isinstance(each, PackedLinear)}
+    dense = {path: torch.empty(each.out_features, each.in_features, device="meta") for path, each in packed.items()}
     try:
         with torch.no_grad(), _Views():
-            own = revert_weight_conversion(model, {name: each.detach() for name, each in model.state_dict().items()})
+            own = revert_weight_conversion(
+                model,
+                {name: each for name, each in state.items() if name == dense_name(name)}
+                | {f"{path}.weight": each for path, each in dense.items()},
+            )
     except Exception as error:  # of any type: it is written for saving, where a copy is a copy
         raise CannotShareError(f"transformers' names of its files: {type(error).__name__}: {error}") from None
     found: dict[str, Place] = {}
@@ -33,6 +43,13 @@ def places_in_files(model: Any, pieces: Mapping[int, int], source: str) -> Mappi
         place = Place.of(own[name], pieces) if name in own else None
         if place is not None and _same(own[name], stored):
             found[name] = place
+    paths = {id(each): path for path, each in dense.items()}
+    for name, tensor in own.items():
+        if (path := paths.get(id(tensor))) is not None:
+            for kind in (CODES, SCALES):
+                place = Place.of(getattr(packed[path], kind).detach(), pieces)
+                assert place is not None, "all matrices are in the pieces"
+                found[f"{name.removesuffix('weight')}{kind}"] = place
     return found
 
 

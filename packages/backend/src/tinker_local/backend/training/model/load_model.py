@@ -31,6 +31,7 @@ from tinker_local.backend.weights.kinds import maker_of
 from tinker_local.backend.weights.large_weights import RESIDENT, LargeWeights
 from tinker_local.backend.weights.lent_weights import SharedMatrices
 from tinker_local.backend.weights.memory_holder import refuse
+from tinker_local.backend.weights.packed import BITS, pack_layers
 from tinker_local.backend.weights.share_matrices import share_matrices
 from tinker_local.backend.weights.shared_memory import CannotShareError
 from tinker_local.types import UnsupportedError
@@ -263,6 +264,9 @@ def _load(
         )
     check_found(model, path, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
     model = model.eval().requires_grad_(False)
+    if settings.weights in BITS:
+        with stage("packed"):
+            pack_layers(model.get_submodule(family.decoder_path), settings.weights, path)
     shared = None
     if settings.shared_weights is not None:
         with stage("shared"):

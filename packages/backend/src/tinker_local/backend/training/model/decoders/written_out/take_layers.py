@@ -17,6 +17,7 @@ from tinker_local.backend.training.model.decoders.written_out.mlp_block import M
 from tinker_local.backend.weights.dense import dense
 from tinker_local.backend.weights.frozen_matrix import MakeMatrix
 from tinker_local.backend.weights.large_weights import RESIDENT, LargeWeights
+from tinker_local.backend.weights.packed import dense_name
 from tinker_local.types import UnsupportedError
 
 BLOCKS: tuple[type[Block], ...] = (AttentionBlock, DeltaBlock, ExpertsBlock, MlpBlock)
@@ -110,6 +111,6 @@ def _check_norm(norm: Any, where: str) -> None:
 
 
 def _check_parameters(module: Any, known: Set[str], where: str) -> None:
-    unknown = {name for name, _ in module.named_parameters()} - known
+    unknown = {dense_name(name) for name, _ in module.named_parameters()} - known
     if unknown:
         raise UnsupportedError(f"{where} has parameters {', '.join(sorted(unknown))}")

@@ -1,0 +1,120 @@
+"""Frozen matrices of 8 and 4 bits: what is stored, and products with it and their gradients."""
+
+import numpy as np
+import pytest
+import torch
+from tinker_local.backend.weights.dense import DenseMatrix
+from tinker_local.backend.weights.packed import PackedLinear, PackedMatrix, is_packed, pack_layers, packed
+from tinker_local.backend.weights.packing import Bits, group_of, pack, unpack
+from tinker_local.types import UnsupportedError
+
+LARGEST = {8: 127, 4: 7}
+
+
+def numbers(rows: int, inputs: int, seed: int = 0) -> torch.Tensor:
+    """With a row that is 100 times larger, and a group of zeros."""
+    made = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed))
+    made[1] *= 100
+    made[2, :32] = 0
+    return made
+
+
+def by_hand(weight: np.ndarray, bits: Bits, size: int) -> np.ndarray:
+    """What is stored of `weight`, number by number."""
+    result = np.zeros_like(weight)
+    for row in range(weight.shape[0]):
+        for start in range(0, weight.shape[1], size):
+            group = weight[row, start : start + size]
+            scale = float(torch.tensor(np.abs(group).max() / np.float32(LARGEST[bits])).bfloat16())
+            codes = np.clip(np.rint(group / np.float32(scale or 1.0)), -LARGEST[bits], LARGEST[bits])
+            result[row, start : start + size] = codes * scale
+    return result
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("inputs", [32, 96, 192, 256])
+def test_each_number_is_a_code_times_the_scale_of_its_group(bits: Bits, inputs: int) -> None:
+    weight = numbers(5, inputs)
+    codes, scales = pack(weight, bits)
+    size = group_of(inputs)
+    assert size == {32: 32, 96: 32, 192: 64, 256: 128}[inputs]
+    assert codes.nbytes == weight.numel() * bits // 8
+    assert scales.shape == (5, inputs // size)
+    found = unpack(codes, scales, torch.float32)
+    assert np.array_equal(found.numpy(), by_hand(weight.numpy(), bits, size))
+    assert torch.equal(unpack(codes, scales, torch.float64), found.double())
+    assert torch.equal(unpack(codes, scales, torch.bfloat16), found.bfloat16())
+
+
+def test_rows_that_no_group_divides_are_refused() -> None:
+    assert group_of(48) is None
+    with pytest.raises(ValueError, match=r"^rows of 48 numbers cannot be divided into groups of 128, 64, 32$"):
+        pack(torch.ones(2, 48), 8)
+
+
+def test_what_is_not_a_number_stays_none() -> None:
+    weight = numbers(4, 64)
+    weight[3, 5] = torch.nan
+    assert not pack(weight, 4)[1].isfinite().all()
+
+
+def linears() -> list[torch.nn.Linear]:
+    return [torch.nn.Linear(64, rows, bias=False).requires_grad_(False) for rows in (24, 8, 8)]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 3])
+def test_products_are_those_of_the_numbers_that_are_stored(bits: Bits, dtype: torch.dtype, count: int) -> None:
+    """Joined modules keep their parts, which are views of what is joined."""
+    modules = [PackedLinear(each.to(dtype), bits) for each in linears()[:count]]
+    dense = DenseMatrix(torch.cat([each.weight for each in modules]))
+    matrix = packed(modules)
+    assert isinstance(matrix, PackedMatrix)
+    assert (matrix.outputs, matrix.inputs, matrix.dtype) == (dense.outputs, 64, dtype)
+    x, grad = torch.randn(3, 64).to(dtype), torch.randn(3, dense.outputs).to(dtype)
+    assert torch.equal(matrix.times(x), dense.times(x))
+    assert torch.equal(matrix.times_plus(x, grad), dense.times_plus(x, grad))
+    assert torch.equal(matrix.add_times(grad.clone(), x), dense.add_times(grad.clone(), x))
+    assert torch.equal(matrix.back(grad), dense.back(grad))
+    assert torch.equal(matrix.add_back(x.clone(), grad), dense.add_back(x.clone(), grad))
+    assert torch.equal(torch.cat([each.weight for each in modules]), dense.weight)
+    assert {each.qweight.untyped_storage().data_ptr() for each in modules} == {
+        matrix.codes.untyped_storage().data_ptr()
+    }
+
+
+def test_a_module_that_is_not_packed_gives_a_dense_matrix() -> None:
+    assert isinstance(packed(linears()[:1]), DenseMatrix)
+
+
+def test_the_gradient_is_that_of_the_numbers_that_are_stored() -> None:
+    linear = torch.nn.Linear(64, 24).double()
+    module = PackedLinear(linear, 4)
+    weight = module.weight
+    x = torch.randn(2, 5, 64, dtype=torch.float64, requires_grad=True)
+    (found,) = torch.autograd.grad(module(x).square().sum(), x)
+    (expected,) = torch.autograd.grad(torch.nn.functional.linear(x, weight, linear.bias).square().sum(), x)
+    assert torch.allclose(found, expected, rtol=1e-13, atol=1e-13)
+    assert {name for name, _ in module.named_parameters()} == {"qweight", "scales", "bias"}
+
+
+@pytest.mark.parametrize(
+    ("path", "inputs", "expected"),
+    [
+        ("layers.0.self_attn.q_proj", 64, True),
+        ("language_model.model.layers.11.mlp.gate_up_proj", 96, True),
+        ("layers.0.mlp.down_proj", 48, False),
+        ("layers.0.mlp.gate", 64, False),
+        ("layers.0.linear_attn.out_proj", 64, False),
+        ("layers.0.mlp.experts.0.down_proj", 64, False),
+        ("lm_head", 64, False),
+    ],
+)
+def test_projections_of_layers_are_packed(path: str, inputs: int, expected: bool) -> None:
+    assert is_packed(path, inputs) == expected
+
+
+def test_layers_without_a_matrix_to_pack_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"^folder: int4: its layers have no down_proj, gate_proj, "):
+        pack_layers(torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(64, 64)])}), "int4", "folder")
