@@ -2,6 +2,7 @@
 
     python benchmarks/small_card.py --gib 23.5 --out benchmarks/results       # as much as a 3090 or 4090 has
     python benchmarks/small_card.py --gib 17 --shape 4b-vl --context 8192     # with pictures of 448 x 448
+    python benchmarks/small_card.py --gib 15.6 --base-precision int4 --context 8192
     python benchmarks/small_card.py --gib 0 --tiny [--shape 4b-vl]            # the same code on a CPU
 
 `serve MODEL --max-context-length 7168 --max-rank 32`, nothing else, plans for what is free. Then SFT on the same eight
@@ -166,6 +167,7 @@ def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[s
     with ballast(options.gib):
         before, began = UsedMemory.now(), time.monotonic()
         serve = ["--model", f"{MODEL}={folder / 'model'}", "--max-rank", str(options.rank)]
+        serve += ["--base-precision", options.base_precision] if options.base_precision else []
         serve += ["--kv-cache", "0.25"] if options.tiny else ["--max-context-length", str(options.context)]
         log_file = logs / "serve.log"
         with UsedMemory() as memory, served(folder / "data", *serve, "--verbose", log=log_file) as url:
@@ -189,11 +191,12 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=7168, help="in positions; the plan for 23.5 GiB takes no more")
     parser.add_argument("--shape", choices=[*SHAPES, *FAMILIES], default="8b", help="of the model")
     parser.add_argument("--rank", type=int, default=32, help="of the adapter, and --max-rank")
+    parser.add_argument("--base-precision", choices=("int8", "int4"), help="of the server; by default bfloat16")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU")
     parser.add_argument("--out", type=Path, help="folder for a dated file of the result")
     options = parser.parse_args()
     os.environ.update(processes.environment())
-    lines = [*machine.describe(), f"{options.shape}, {options.gib} GiB free", ""]
+    lines = [*machine.describe(), f"{options.shape} {options.base_precision or ''}, {options.gib} GiB free", ""]
     print(*lines, sep="\n", flush=True)
     with tempfile.TemporaryDirectory(dir=None if options.tiny else room_for_models()) as folder:
         logs = (options.out or Path(folder)) / "small-card-logs"

@@ -14,7 +14,7 @@ from tinker_local.backend.models import place_engines as place_engines_module
 from tinker_local.backend.models.gpu_plan import SMALLER, USUAL, model_sizes
 from tinker_local.backend.models.load_engines import Replicas, load_fake, load_real
 from tinker_local.backend.models.place_engines import CPU_SEQUENCES, PlacedEngines, place_engines
-from tinker_local.backend.models.placement import ONE_GPU, Layout, check_gpus, layouts
+from tinker_local.backend.models.placement import ONE_GPU, Layout, check_gpus, check_precision, layouts
 from tinker_local.backend.options import BackendOptions, ModelSource, parse_shard
 from tinker_local.backend.sampling.sampler import RESERVED
 from tinker_local.backend.tiny_models import make_tiny_text_model
@@ -452,3 +452,24 @@ def test_options_of_several_processes_are_checked_with_fake_engines_too(tmp_path
     for wrong in ({"shard": 2}, {"train_gpus": (0, 1, 2), "shard": 2}, {"sample_tp": 2}):
         with pytest.raises(ValueError, match=r"^--(shard|sample-tp) 2: "):
             load_fake(ModelSource("m", "m"), dataclasses.replace(options, **wrong))
+
+
+def test_in_fewer_bits_both_engines_read_one_copy_on_one_gpu(place: Place, free: dict[int, float]) -> None:
+    """The matrices of layers, 14.5 of 17.4 GiB, in 8 and 4 bits; and one in the dtype of the model in each engine."""
+    free[0] = 14
+    with pytest.raises(ValueError, match=r"the weights \(17.4 GiB\), .*; --base-precision int4 fits$"):
+        place(16, gpus=1, shared=True)
+    packed = place(16, gpus=1, shared=True, base_precision="int4")
+    assert packed.layout == ONE_GPU
+    with pytest.raises(ValueError, match=r"the weights \(10.3 GiB\), .*--shard\)$"):
+        place(16, gpus=1, shared=True, base_precision="int8")
+    assert check_precision(BackendOptions(base_precision="int8"), 1) is None
+    assert check_precision(BackendOptions(base_precision="int8"), 0) is None
+    assert check_precision(BackendOptions(shared_weights="off"), 2) is None
+    for options, gpus, why in (
+        ({"shared_weights": "off"}, 1, "--shared-weights off"),
+        ({}, 2, "2 GPUs are visible, and CUDA_VISIBLE_DEVICES=0 leaves one"),
+        ({"sample_gpus": (0,)}, 1, "--train-gpus, --sample-gpus, --train-hosts and --sample-hosts give each a copy"),
+    ):
+        with pytest.raises(ValueError, match=rf"^--base-precision int8: .* one copy; {why}$"):
+            check_precision(BackendOptions(base_precision="int8", **options), gpus)

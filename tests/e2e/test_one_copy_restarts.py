@@ -22,13 +22,14 @@ def killed(process: Any) -> float:
     return time.monotonic()
 
 
-def one_copy(folder: Path) -> BackendOptions:
+def one_copy(folder: Path, precision: Any = None) -> BackendOptions:
     """Of a server whose engines share their weights, each in a process."""
     return BackendOptions(
         data_dir=folder,
         trainer="process",
         sampler="process",
         shared_weights="always",
+        base_precision=precision,
         max_rank=8,
         kv_cache_bytes=2**28,
         max_context_length=256,
@@ -37,13 +38,13 @@ def one_copy(folder: Path) -> BackendOptions:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", ["tiny/text", "tiny/vision"])
+@pytest.mark.parametrize(("name", "precision"), [("tiny/text", None), ("tiny/vision", None), ("tiny/vision", "int4")])
 def test_what_one_engine_leaves_the_other_reads(
-    name: str, start_in_process: Any, tiny_models: dict[str, Path], tmp_path: Path
+    name: str, precision: Any, start_in_process: Any, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     said: list[str] = []
     source = ModelSource(name, str(tiny_models[name]))
-    backend = InProcessBackend([source], one_copy(tmp_path / "data"), progress=said.append)
+    backend = InProcessBackend([source], one_copy(tmp_path / "data", precision), progress=said.append)
     driver = start_in_process(backend)
     assert any("trainer and sampler share" in line for line in said), said
     base = driver.backend.models.get(name)

@@ -75,7 +75,18 @@ def expected_logprobs(folder: str, seeing: bool, weights: dict[str, torch.Tensor
 
 @pytest.mark.parametrize(
     ("family", "precision"),
-    [("qwen3", "int4"), *((family, "int8") for family in ("qwen3_vl", "gemma3", "qwen3_5_text"))],
+    [
+        ("qwen3_vl", "int4"),
+        *(
+            pytest.param(family, precision, marks=pytest.mark.more)
+            for family, precision in (
+                ("qwen3", "int4"),
+                ("gemma3", "int8"),
+                ("qwen3_5_text", "int8"),
+                ("llama", "int8"),
+            )
+        ),
+    ],
 )
 async def test_both_engines_compute_with_what_the_codes_stand_for(
     family: Any, precision: str, holder: MemoryHolder, tmp_path: Path

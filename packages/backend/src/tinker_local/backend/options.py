@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
+from tinker_local.backend.weights.precision import Precision
+
 DType = Literal["float32", "bfloat16"]
 EnginePlace = Literal["inline", "process"]
 DecoderName = Literal["written-out", "autograd"]
@@ -208,6 +210,15 @@ class BackendOptions:
         DType | None,
         CommandOption(
             "Element type of the base model. Default: float32 on CPU, bfloat16 on GPU.", group=OF_ENGINES, planned=True
+        ),
+    ] = None
+    base_precision: Annotated[
+        Precision | None,
+        CommandOption(
+            "Keep the matrices of the base model's layers in 8 or 4 bits, in one copy that trainer and sampler read, "
+            "and multiply by in --dtype. They are made at the start, for one GPU or a CPU. Default: as --dtype.",
+            group=OF_ENGINES,
+            planned=True,
         ),
     ] = None
     trainer: Annotated[

@@ -200,6 +200,7 @@ def _memory(parameters: int, model_type: str, options: BackendOptions, what: str
     """The weights, for trainer and sampler, beside the memory that there is."""
     from tinker_local.backend.heap import memory_of_machine
     from tinker_local.backend.models.placement import shares_weights
+    from tinker_local.backend.weights.precision import BITS
 
     gpus = _gpus()
     on_gpu = bool(gpus) and _version("vllm") is not None
@@ -215,8 +216,11 @@ def _memory(parameters: int, model_type: str, options: BackendOptions, what: str
     else:
         most = memory_of_machine()
         there = f"{most / GIB:.0f} GiB of memory, without a GPU"
-        shared = False  # saves little here
+        shared = options.base_precision is not None  # else it saves little here
     copies = "read one copy" if shared else "hold one copy each"
+    if options.base_precision is not None:
+        copies = f"read one copy of its layers in {options.base_precision}"
+        weights = parameters * BITS[options.base_precision] // 8  # at least
     fits = (1 if shared else 2) * weights < most
     return Finding("ok" if fits else "problem", what, f"{told}; trainer and sampler {copies}; {there}")
 

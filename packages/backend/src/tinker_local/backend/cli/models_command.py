@@ -35,7 +35,8 @@ def models(models: tuple[ModelSource, ...], gpu: str | None, **options: Any) -> 
     first, count = gpus[0], len(gpus)
     what = "one" if count == 1 else str(count)
     each = f"{first.name or 'GPU'}{' each' if count > 1 else ''} of {first.total / GIB:.1f} GiB"
-    click.echo(f"{what} {each}, trainer and sampler in {chosen.dtype or 'bfloat16'}")
+    kept = f", layers in {chosen.base_precision}" if chosen.base_precision else ""
+    click.echo(f"{what} {each}, trainer and sampler in {chosen.dtype or 'bfloat16'}{kept}")
     for source in models or [ModelSource.parse(each) for each in SHAPES]:
         fit = _fitting(source, chosen).on(gpus)
         size = f"{source.name}, {fit.parameters / 1e9:.3g}B parameters"

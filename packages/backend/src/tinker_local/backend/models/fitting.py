@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tinker_local.backend.models.gpu_plan import model_sizes
-from tinker_local.backend.models.placement import ONE_GPU, Layout, shares_weights
+from tinker_local.backend.models.placement import ONE_GPU, Layout, check_precision, shares_weights
 from tinker_local.backend.models.plan_layout import GpuMemory, PlannedLayout, PlannedModel, plan_layout
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.training.run.block_memory import attention_memory, decoder_memory, mlp_memory
@@ -156,7 +156,7 @@ class Fitting:
             )
             return decoder_memory([layer] * shape.layers, tokens * shape.hidden * itemsize)
 
-        sizes = model_sizes(_text_config(shape), shape.parameters, itemsize)
+        sizes = model_sizes(_text_config(shape), shape.parameters, itemsize, options.base_precision)
         vision = bool(shape.tower)
         return cls(PlannedModel(sizes, memory, shape.positions, shape.kv_heads, vision, one_copy=True), options)
 
@@ -200,6 +200,7 @@ class Fitting:
 
     def _plan(self, gpus: Sequence[GpuMemory], context: int) -> PlannedLayout:
         options = replace(self._options, max_context_length=context)
+        check_precision(options, len(gpus))
         one_copy = self.model.one_copy and shares_weights(options, len(gpus))
         return plan_layout(replace(self.model, one_copy=one_copy), options, len(gpus), lambda gpu: gpus[gpu])
 

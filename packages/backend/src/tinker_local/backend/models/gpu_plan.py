@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tinker_local.backend.options import MICRO_BATCH_TOKENS
 from tinker_local.backend.sampling.sampler import RESERVED
 from tinker_local.backend.training.run.block_memory import CUDA_LOGITS, attention_widths, exchange_bytes
+from tinker_local.backend.weights.precision import BITS, Precision, group_of
 
 if TYPE_CHECKING:
     from tinker_local.backend.training.run.block_memory import TowerSizes
@@ -50,7 +51,8 @@ class ModelSizes:
     bytes per number. The others describe the language model's layers. `intermediate`: of all experts together, if the
     layers have experts, and of a shared one. `chosen`: experts of a position, of `expert_width` each. `sliding`: of the
     `layers`, those that attend to `window` positions; `linear`: those with linear attention, each with `state_bytes`
-    for a sequence. `tower`: of the vision tower, if adapters train it."""
+    for a sequence. `packed_bits`: of a number in the matrices of layers; 0: they are as the rest. `tower`: of the
+    vision tower, if adapters train it."""
 
     parameters: int
     hidden: int
@@ -66,11 +68,23 @@ class ModelSizes:
     window: int = 0
     linear: int = 0
     state_bytes: int = 0
+    packed_bits: int = 0
     tower: "TowerSizes | None" = None
 
     @property
     def weight_bytes(self) -> int:
-        return self.parameters * self.itemsize
+        if not self.packed_bits:
+            return self.parameters * self.itemsize
+        attention = (self.layers - self.linear) * (2 * self.q_width + 2 * self.kv_width)
+        packed = self.hidden * (attention + 3 * self.layers * self.intermediate)
+        group = min(group_of(inputs) or 1 for inputs in (self.hidden, self.q_width, self.intermediate))
+        return (self.parameters - packed) * self.itemsize + packed * self.packed_bits // 8 + packed * 2 // group
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """Of the largest packed matrix while one multiplies by it, with what making it takes; in each engine."""
+        widest = max(2 * self.intermediate, self.q_width + 2 * self.kv_width)
+        return 3 * self.hidden * widest * self.itemsize // 2 if self.packed_bits else 0
 
     @property
     def layer_parameters(self) -> int:
@@ -224,8 +238,10 @@ def spare_bytes(free: int) -> int:
     return min(_GIB, free // 64)
 
 
-def model_sizes(config: Mapping[str, Any], parameters: int, itemsize: int) -> ModelSizes:
-    """Sizes from the fields of a text config of transformers."""
+def model_sizes(
+    config: Mapping[str, Any], parameters: int, itemsize: int, precision: Precision | None = None
+) -> ModelSizes:
+    """Sizes from the fields of a text config of transformers, with the matrices of layers in `precision`."""
     q_width, kv_width = attention_widths(config)
     experts = config.get("num_experts") or config.get("num_local_experts") or 0
     # gpt-oss has no other name for the width of an expert.
@@ -247,6 +263,7 @@ def model_sizes(config: Mapping[str, Any], parameters: int, itemsize: int) -> Mo
         sliding=kinds.count("sliding_attention") if window else 0,
         window=window if "sliding_attention" in kinds else 0,
         linear=kinds.count("linear_attention"),
+        packed_bits=BITS[precision] if precision else 0,
         state_bytes=_state_bytes(config, itemsize) if "linear_attention" in kinds else 0,
     )
 
@@ -297,10 +314,10 @@ def plan_gpu(
     adapter = sizes.adapter_parameters(min(max_rank, COUNTED_RANK))
     trained_adapters = adapters * adapter * 4 * 4 + adapter * (2 * sizes.itemsize + 4 * 2)
     weights = sizes.trainer_bytes(ranks)
-    trainer = weights + trained_adapters + 2 * logits + image_cache if trains else 0
+    trainer = weights + trained_adapters + 2 * logits + image_cache + sizes.unpacked_bytes if trains else 0
     slots = adapter_slots * sizes.adapter_parameters(max_rank) * sizes.itemsize
     sampled = sizes.unshared_bytes if shared else -(-sizes.weight_bytes // sample_ranks)
-    sampler = sampled + slots + logits + image_cache if samples else 0
+    sampler = sampled + slots + logits + image_cache + sizes.unpacked_bytes if samples else 0
 
     longest = min(-(-context // context_parallel), micro_batch_tokens)
     least, most = activations(longest).always, activations(micro_batch_tokens).everything

@@ -23,7 +23,7 @@ from tinker_local.backend.models.adapter_check import TARGETS
 from tinker_local.backend.models.gpu_plan import USUAL
 from tinker_local.backend.models.model_folder import check_source
 from tinker_local.backend.models.place_engines import place_engines
-from tinker_local.backend.models.placement import environment_of, layouts, replica_gpus, shares_weights
+from tinker_local.backend.models.placement import check_precision, environment_of, layouts, replica_gpus, shares_weights
 from tinker_local.backend.models.positions import verdict_file
 from tinker_local.backend.models.served_models import (
     EngineLoader,
@@ -50,6 +50,7 @@ from tinker_local.backend.training.process_trainer import ProcessTrainer, Traine
 from tinker_local.backend.training.trainer_config import TRAINERS_IMAGES, TrainerConfig
 from tinker_local.backend.weight_files import read_ahead
 from tinker_local.backend.weights.memory_holder import MemoryHolder
+from tinker_local.types import UnsupportedError
 from tinker_local.types.pictures import MAX_PIXELS
 
 if TYPE_CHECKING:
@@ -184,7 +185,16 @@ def _settings(model: ServedModel, options: BackendOptions) -> Mapping[str, Any]:
 
 
 _DECISIVE = (
-    *("dtype", "decoder", "max_context_length", "max_rank", "train_vision", "train_gpus", "sample_gpus"),
+    *(
+        "dtype",
+        "base_precision",
+        "decoder",
+        "max_context_length",
+        "max_rank",
+        "train_vision",
+        "train_gpus",
+        "sample_gpus",
+    ),
     *("sample_tp", "sampler", "trainer", "shared_weights", "compare_seconds"),
 )
 """Options that change what is compared."""
@@ -433,6 +443,7 @@ def make_vllm_rank(engine: "EngineOptions", seat: SamplerSeat) -> Any:
 def load_real(source: ModelSource, options: BackendOptions, progress: Progress) -> Engines:
     """vLLM for sampling and HF transformers for training. Tells `progress` where they are if there are several GPUs,
     and what they share of the weights."""
+    check_precision(options, len(memory_of_gpus()))
     use_writable_caches(options.data_dir, progress)
     read_ahead(source.path)
     with started_early(_imports(options)):
@@ -441,6 +452,8 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
         try:
             holder = MemoryHolder()
         except OSError as error:
+            if options.base_precision is not None:
+                raise
             progress(f"{source.name}: trainer and sampler have a copy of the weights each: {error}")
             return _load_real(source, options, progress, None)
         try:
@@ -449,12 +462,18 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
             holder.close()
             if holder.refusal is None or not isinstance(error, Exception):
                 raise
+            if options.base_precision is not None:
+                raise UnsupportedError(
+                    f"{source.path}: --base-precision {options.base_precision}: trainer and sampler cannot read one "
+                    f"copy of it: {holder.refusal}"
+                ) from error
         else:
             if engines.holder is None:
                 holder.close()
             else:
                 shared, whole = (number / 2**20 for number in holder.read or (0, 0))
-                progress(f"{source.name}: trainer and sampler share {shared:.0f} of {whole:.0f} MiB of weights")
+                kept = "" if options.base_precision is None else f", the layers in {options.base_precision}"
+                progress(f"{source.name}: trainer and sampler share {shared:.0f} of {whole:.0f} MiB of weights{kept}")
             return engines
         progress(f"{source.name}: trainer and sampler have a copy of the weights each: {holder.refusal}")
         return _load_real(source, options, progress, None)
@@ -495,6 +514,11 @@ def _load_real(
     text_config = config.get_text_config()
     gpus = 0 if compat_vllm.runs_on_cpu() else torch.cuda.device_count()
     if gpus and not (family.one_copy and _keeps_experts(family)):
+        if options.base_precision is not None:
+            raise UnsupportedError(
+                f"{source.path}: --base-precision {options.base_precision}: vLLM keeps a copy of its own of weights of "
+                f"{config.model_type} models on a GPU, and packed ones are in one copy"
+            )
         holder = None
     longest = int(text_config.max_position_embeddings)
     options = replace(options, max_context_length=options.max_context_length or longrope_context(text_config))
@@ -507,6 +531,7 @@ def _load_real(
         sleeps=options.sampler_sleeps,
         train_vision=options.train_vision and family.vision is not None and not family.vision.frozen,
         shared_weights=None if holder is None else holder.address,
+        weights=options.base_precision or "dense",
     )
     placed = place_engines(config, engine, options, gpus)
     layout, engines = placed.layout, placed.engines
@@ -530,6 +555,7 @@ def _load_real(
         spare_bytes=placed.spare_bytes,
         module_gradient_norms=options.module_gradient_norms,
         decoder=options.decoder,
+        weights=options.base_precision or "dense",
         shards=layout.shards,
         context_parallel=layout.context_parallel,
         shared_weights=None if holder is None else holder.address,

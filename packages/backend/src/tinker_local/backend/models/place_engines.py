@@ -179,7 +179,7 @@ def planned_model(
     itemsize = 2 if dtype == "bfloat16" else 4
     tower = tower_of_sizes(config, dtype) if train_vision else None
     text = config.get_text_config()
-    sizes = model_sizes(text.to_dict(), parameters, itemsize)
+    sizes = model_sizes(text.to_dict(), parameters, itemsize, options.base_precision)
     return PlannedModel(
         replace(sizes, tower=None if tower is None else tower.sizes(itemsize)),
         decoder.memory,

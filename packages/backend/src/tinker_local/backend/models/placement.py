@@ -87,7 +87,23 @@ def shares_weights(options: BackendOptions, gpus: int) -> bool:
     hosts = max(options.train_hosts, options.sample_hosts)
     if options.train_gpus or options.sample_gpus or gpus > 1 or hosts > 1:
         return False
-    return options.shared_weights == "always" or (options.shared_weights == "auto" and gpus == 1)
+    always = options.shared_weights == "always" or options.base_precision is not None
+    return always or (options.shared_weights == "auto" and gpus == 1)
+
+
+def check_precision(options: BackendOptions, gpus: int) -> None:
+    """ValueError in one line if the other options or the number of GPUs contradict `base_precision`: what is packed is
+    in one copy, which both engines read."""
+    if options.base_precision is None or (shares_weights(options, gpus) and options.shared_weights != "off"):
+        return
+    why = (
+        "--shared-weights off"
+        if options.shared_weights == "off"
+        else f"{gpus} GPUs are visible, and CUDA_VISIBLE_DEVICES=0 leaves one"
+        if gpus > 1
+        else "--train-gpus, --sample-gpus, --train-hosts and --sample-hosts give each a copy"
+    )
+    raise ValueError(f"--base-precision {options.base_precision}: trainer and sampler have to read one copy; {why}")
 
 
 def _halves(options: BackendOptions, gpus: int, kv_heads: int) -> list[Layout]:

@@ -1,5 +1,6 @@
 """Chooses the layout of a base model, and divides the memory of its GPUs. Imports neither torch nor vLLM."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING
 from tinker_local.backend.models.gpu_plan import COUNTED_RANK, SMALLER, USUAL, GpuPlan, ModelSizes, Reserves, plan_gpu
 from tinker_local.backend.models.placement import FIRST_GPU, ONE_GPU, Layout, layouts
 from tinker_local.backend.options import BackendOptions
+from tinker_local.backend.weights.precision import BITS
 
 if TYPE_CHECKING:
     from tinker_local.backend.training.run.recompute_policy import ActivationMemory
@@ -81,7 +83,22 @@ def plan_layout(
             return PlannedLayout(layout, plans, reserves, given_up[-1] if given_up else "")
     together = [layout for layout in possible if layout.train_gpus == layout.sample_gpus != ()]
     *_, most = together or [layout for layout in possible if layout != ONE_GPU] or possible
-    raise DoesNotFitError(refusals[most], most)
+    raise DoesNotFitError(f"{refusals[most]}{_in_fewer_bits(model, options, gpus, memory_of)}", most)
+
+
+def _in_fewer_bits(
+    model: PlannedModel, options: BackendOptions, gpus: int, memory_of: Callable[[int], GpuMemory]
+) -> str:
+    """The precision of the base that would fit, in words; empty if none would."""
+    sizes = model.sizes
+    if gpus > 1 or sizes.packed_bits or sizes.chosen or not model.one_copy:
+        return ""
+    for precision, bits in BITS.items():
+        packed = replace(model, sizes=replace(sizes, packed_bits=bits))
+        with contextlib.suppress(ValueError):
+            plan_layout(packed, options, gpus, memory_of)
+            return f"; --base-precision {precision} fits"
+    return ""
 
 
 def _plan(

@@ -10,8 +10,9 @@ import re
 from typing import Any
 
 import torch
-from tinker_local.backend.weights.packed import BITS, CODES, SCALES, is_packed
-from tinker_local.backend.weights.packing import Bits, group_of, unpack
+from tinker_local.backend.weights.packed import CODES, SCALES, is_packed
+from tinker_local.backend.weights.packing import unpack
+from tinker_local.backend.weights.precision import BITS, Bits, group_of
 
 _DECODER = re.compile(r"^(?:language_model\.)?model\.(?:language_model\.)?layers\.")
 """Paths of vLLM's modules in a language model's layers, and not in those of a vision tower."""

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 from tinker_local.backend.weights.dense import dense
 from tinker_local.backend.weights.frozen_matrix import MakeMatrix
-from tinker_local.backend.weights.packed import BITS, packed
+from tinker_local.backend.weights.packed import packed
+from tinker_local.backend.weights.precision import BITS
 from tinker_local.types import UnsupportedError
 
 KINDS: Mapping[str, MakeMatrix] = {"dense": dense, **dict.fromkeys(BITS, packed)}
@@ -20,7 +21,7 @@ def maker_of(kind: str, *, shards: int, experts: bool) -> MakeMatrix:
     if kind not in KINDS:
         raise UnsupportedError(f"weights {kind!r} is none of {', '.join(KINDS)}")
     if shards > 1 and kind != "dense":
-        raise UnsupportedError(f"weights {kind!r} cannot be divided over {shards} ranks: only dense ones can")
+        raise UnsupportedError(f"{kind} weights cannot be divided over {shards} ranks: only dense ones can")
     if experts and kind != "dense":
-        raise UnsupportedError(f"weights {kind!r} are not made of experts yet")
+        raise UnsupportedError(f"{kind} weights are not made of experts yet")
     return KINDS[kind]

@@ -10,10 +10,10 @@ import torch
 from tinker_local.backend.weights.dense import concatenated, dense
 from tinker_local.backend.weights.frozen_matrix import FrozenMatrix
 from tinker_local.backend.weights.joined_names import GATE_UP, QKV
-from tinker_local.backend.weights.packing import Bits, group_of, inputs_of, pack, unpack
+from tinker_local.backend.weights.packing import inputs_of, pack, unpack
+from tinker_local.backend.weights.precision import BITS, Bits, group_of
 from tinker_local.types import UnsupportedError
 
-BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
 CODES, SCALES = "qweight", "scales"
 """Parameters in place of `weight`. vLLM's adapters know a matrix of codes by the first name."""
 
@@ -37,17 +37,18 @@ def dense_name(name: str) -> str:
 class PackedLinear(torch.nn.Linear):
     """Linear module with `qweight` and `scales` in place of `weight`, which is made anew each time it is read."""
 
-    def __init__(self, linear: torch.nn.Linear, bits: Bits) -> None:
+    def __init__(self, linear: torch.nn.Linear, bits: Bits, device: torch.device | None = None) -> None:
+        """Packs the matrix of `linear`, on `device` if that is quicker, and leaves the result where the matrix is."""
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        codes, scales = pack(linear.weight, bits)
+        codes, scales = (each.to(linear.weight.device) for each in pack(linear.weight.to(device), bits))
         self.qweight = torch.nn.Parameter(codes, requires_grad=False)
         self.scales = torch.nn.Parameter(scales, requires_grad=False)
         self.bias = linear.bias
         self._dtype = linear.weight.dtype
 
     @property
-    def weight(self) -> torch.Tensor:  # type: ignore[override]
+    def weight(self) -> torch.Tensor:
         """[out, in], in the dtype of activations."""
         return unpack(self.qweight, self.scales, self._dtype)
 
@@ -68,7 +69,7 @@ class _Product(torch.autograd.Function):
         return x @ linear.weight.T
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad @ ctx.linear.weight, None
 
 
@@ -129,9 +130,9 @@ def packed(modules: Sequence[torch.nn.Linear]) -> FrozenMatrix:
     return PackedMatrix(joined[CODES], joined[SCALES], parts[0].matrix().dtype)
 
 
-def pack_layers(decoder: torch.nn.Module, precision: str, where: str) -> None:
-    """Replace the projections in the layers of transformers' `decoder` by packed ones, one at a time. UnsupportedError
-    if it has none that can be packed."""
+def pack_layers(decoder: torch.nn.Module, precision: str, where: str, device: torch.device | None = None) -> None:
+    """Replace the projections in the layers of transformers' `decoder` by packed ones, which are made on `device`, one
+    at a time. UnsupportedError if it has none that can be packed."""
     found = [
         (path, module)
         for path, module in decoder.named_modules()
@@ -139,8 +140,9 @@ def pack_layers(decoder: torch.nn.Module, precision: str, where: str) -> None:
     ]
     if not found:
         raise UnsupportedError(
-            f"{where}: {precision}: its layers have no {', '.join(sorted(_NAMES))} whose rows can be divided into groups"
+            f"{where}: {precision}: its layers have none of {', '.join(sorted(_NAMES))} whose rows can be divided into "
+            "groups of 32 numbers"
         )
     for path, module in found:
         parent, _, name = path.rpartition(".")
-        setattr(decoder.get_submodule(parent), name, PackedLinear(module, BITS[precision]))
+        setattr(decoder.get_submodule(parent), name, PackedLinear(module, BITS[precision], device))

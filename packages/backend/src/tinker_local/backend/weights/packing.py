@@ -7,22 +7,12 @@ same for groups. Both engines multiply by these numbers and by no others.
 Legend: N rows, K numbers in a row, G groups in a row.
 """
 
-from typing import Literal
-
 import torch
+from tinker_local.backend.weights.precision import GROUPS, Bits, group_of
 
-Bits = Literal[8, 4]
-
-GROUPS = (128, 64, 32)
-"""How many numbers of a row may share a scale. Narrow models have rows that 128 does not divide."""
 _LARGEST = {8: 127, 4: 7}
 _OFFSET = 8
 """Two codes of 4 bits are in one byte, the first in its low half, each with this added."""
-
-
-def group_of(inputs: int) -> int | None:
-    """How many numbers of a row of `inputs` share a scale: the largest of `GROUPS` that divides it; None: none does."""
-    return next((size for size in GROUPS if inputs % size == 0), None)
 
 
 def pack(weight: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:

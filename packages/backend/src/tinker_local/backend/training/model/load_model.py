@@ -31,7 +31,8 @@ from tinker_local.backend.weights.kinds import maker_of
 from tinker_local.backend.weights.large_weights import RESIDENT, LargeWeights
 from tinker_local.backend.weights.lent_weights import SharedMatrices
 from tinker_local.backend.weights.memory_holder import refuse
-from tinker_local.backend.weights.packed import BITS, pack_layers
+from tinker_local.backend.weights.packed import pack_layers
+from tinker_local.backend.weights.precision import BITS
 from tinker_local.backend.weights.share_matrices import share_matrices
 from tinker_local.backend.weights.shared_memory import CannotShareError
 from tinker_local.types import UnsupportedError
@@ -266,7 +267,7 @@ def _load(
     model = model.eval().requires_grad_(False)
     if settings.weights in BITS:
         with stage("packed"):
-            pack_layers(model.get_submodule(family.decoder_path), settings.weights, path)
+            pack_layers(model.get_submodule(family.decoder_path), settings.weights, path, device)
     shared = None
     if settings.shared_weights is not None:
         with stage("shared"):

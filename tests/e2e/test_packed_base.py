@@ -1,0 +1,49 @@
+"""A server whose base is in 8 or 4 bits, over the official SDK: trainer and sampler agree, with images, before and
+after training."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.tiny_models import make_tiny_text_model
+from tinker_local.types import LoraConfig, UnsupportedError
+
+from tests.conftest import Server, start_server
+from tests.e2e.conftest import SdkDriver
+from tests.e2e.test_agreement import TOLERANCE, difference, inputs_of, sampler_logprobs, train, trainer_logprobs
+
+
+@pytest.fixture(scope="module", params=["int8", "int4"])
+def packed_server(request: Any, tiny_models: dict[str, Path], tmp_path_factory: Any) -> Iterator[Server]:
+    name = "tiny/vision"
+    folder = tmp_path_factory.mktemp("packed")
+    server = start_server(folder, "--model", f"{name}={tiny_models[name]}", "--base-precision", request.param)
+    yield server
+    server.stop()
+
+
+@pytest.mark.more
+def test_trainer_and_sampler_agree_in_fewer_bits(packed_server: Any, real_sdk: Any, picture: Any) -> None:
+    """And not with the base in float32: to be in fewer bits moves logprobs further than rounding."""
+    inputs, sdk = inputs_of("tiny/vision", picture), SdkDriver(packed_server.url)
+    client = sdk.create("tiny/vision", LoraConfig(rank=8, seed=4))
+    base = sampler_logprobs(sdk.base_sampler("tiny/vision"), inputs)
+    before = difference(trainer_logprobs(client, inputs), base)
+    moved = difference(sampler_logprobs(real_sdk.base_sampler("tiny/vision"), inputs), base)
+    train(client, inputs, 3)
+    trained = trainer_logprobs(client, inputs)
+    after = difference(trained, sampler_logprobs(client.save_weights_and_get_sampling_client(), inputs))
+    print(f"base {before:.1e}, trained {after:.1e}, moved by fewer bits {moved:.2f}")
+    assert before <= TOLERANCE
+    assert after <= TOLERANCE
+    assert moved > 10 * TOLERANCE
+    assert difference(trained, base) > 0.2
+
+
+def test_what_cannot_be_packed_is_refused(start_in_process: Any, tmp_path: Path) -> None:
+    path = make_tiny_text_model(tmp_path / "experts", family="qwen3_moe")
+    options = BackendOptions(data_dir=tmp_path / "data", base_precision="int4")
+    with pytest.raises(UnsupportedError, match="int4 weights are not made of experts yet"):
+        start_in_process(InProcessBackend([ModelSource("m", str(path))], options))
