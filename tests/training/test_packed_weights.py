@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from tinker_local.backend.weights.codes import Bits, from_codes, group_of, to_codes
 from tinker_local.backend.weights.dense import DenseMatrix
 from tinker_local.backend.weights.packed import PackedLinear, PackedMatrix, is_packed, pack_layers, packed
-from tinker_local.backend.weights.packing import Bits, group_of, pack, unpack
 from tinker_local.types import UnsupportedError
 
 LARGEST = {8: 127, 4: 7}
@@ -35,27 +35,27 @@ def by_hand(weight: np.ndarray, bits: Bits, size: int) -> np.ndarray:
 @pytest.mark.parametrize("inputs", [32, 96, 192, 256])
 def test_each_number_is_a_code_times_the_scale_of_its_group(bits: Bits, inputs: int) -> None:
     weight = numbers(5, inputs)
-    codes, scales = pack(weight, bits)
+    codes, scales = to_codes(weight, bits)
     size = group_of(inputs)
     assert size == {32: 32, 96: 32, 192: 64, 256: 128}[inputs]
     assert codes.nbytes == weight.numel() * bits // 8
     assert scales.shape == (5, inputs // size)
-    found = unpack(codes, scales, torch.float32)
+    found = from_codes(codes, scales, torch.float32)
     assert np.array_equal(found.numpy(), by_hand(weight.numpy(), bits, size))
-    assert torch.equal(unpack(codes, scales, torch.float64), found.double())
-    assert torch.equal(unpack(codes, scales, torch.bfloat16), found.bfloat16())
+    assert torch.equal(from_codes(codes, scales, torch.float64), found.double())
+    assert torch.equal(from_codes(codes, scales, torch.bfloat16), found.bfloat16())
 
 
 def test_rows_that_no_group_divides_are_refused() -> None:
     assert group_of(48) is None
     with pytest.raises(ValueError, match=r"^rows of 48 numbers cannot be divided into groups of 128, 64, 32$"):
-        pack(torch.ones(2, 48), 8)
+        to_codes(torch.ones(2, 48), 8)
 
 
 def test_what_is_not_a_number_stays_none() -> None:
     weight = numbers(4, 64)
     weight[3, 5] = torch.nan
-    assert not pack(weight, 4)[1].isfinite().all()
+    assert not to_codes(weight, 4)[1].isfinite().all()
 
 
 def linears() -> list[torch.nn.Linear]:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from tinker_local.backend.weights.precision import Precision
-
 DType = Literal["float32", "bfloat16"]
+Precision = Literal["int8", "int4"]
 EnginePlace = Literal["inline", "process"]
 DecoderName = Literal["written-out", "autograd"]
 DecoderChoice = Literal["auto", DecoderName]

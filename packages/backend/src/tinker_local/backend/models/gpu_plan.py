@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tinker_local.backend.options import MICRO_BATCH_TOKENS
+from tinker_local.backend.options import MICRO_BATCH_TOKENS, Precision
 from tinker_local.backend.sampling.sampler import RESERVED
 from tinker_local.backend.training.run.block_memory import CUDA_LOGITS, attention_widths, exchange_bytes
-from tinker_local.backend.weights.precision import BITS, Precision, group_of
+from tinker_local.backend.weights.precision import BITS, group_of
 
 if TYPE_CHECKING:
     from tinker_local.backend.training.run.block_memory import TowerSizes

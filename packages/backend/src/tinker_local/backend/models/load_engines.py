@@ -516,8 +516,8 @@ def _load_real(
     if gpus and not (family.one_copy and _keeps_experts(family)):
         if options.base_precision is not None:
             raise UnsupportedError(
-                f"{source.path}: --base-precision {options.base_precision}: vLLM keeps a copy of its own of weights of "
-                f"{config.model_type} models on a GPU, and packed ones are in one copy"
+                f"{source.path}: --base-precision {options.base_precision}: on a GPU vLLM has a second copy of the "
+                f"weights of {config.model_type} models, and packed ones are in one"
             )
         holder = None
     longest = int(text_config.max_position_embeddings)

@@ -1,4 +1,4 @@
-"""How vLLM multiplies by packed matrices (`weights/packing.py`): by the numbers that the trainer multiplies by.
+"""How vLLM multiplies by packed matrices (`weights/codes.py`): by the numbers that the trainer multiplies by.
 
 A linear method of this project, since vLLM's would each keep the codes in another layout, some for certain processors
 alone, and some quantise activations as well. It leaves codes and scales as they are loaded, so that both engines read
@@ -10,8 +10,8 @@ import re
 from typing import Any
 
 import torch
+from tinker_local.backend.weights.codes import from_codes
 from tinker_local.backend.weights.packed import CODES, SCALES, is_packed
-from tinker_local.backend.weights.packing import unpack
 from tinker_local.backend.weights.precision import BITS, Bits, group_of
 
 _DECODER = re.compile(r"^(?:language_model\.)?model\.(?:language_model\.)?layers\.")
@@ -67,7 +67,7 @@ def register() -> None:
             """They stay as they are."""
 
         def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-            return torch.nn.functional.linear(x, unpack(layer.qweight, layer.scales, x.dtype), bias)
+            return torch.nn.functional.linear(x, from_codes(layer.qweight, layer.scales, x.dtype), bias)
 
     class PackedConfig(QuantizationConfig):
         precision: str

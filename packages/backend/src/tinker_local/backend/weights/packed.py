@@ -1,4 +1,4 @@
-"""Frozen matrices of 8 or 4 bits (`packing.py`), which become numbers of the model's dtype one at a time, where one is
+"""Frozen matrices of 8 or 4 bits (`codes.py`), which become numbers of the model's dtype one at a time, where one is
 multiplied by."""
 
 import re
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tinker_local.backend.options import Precision
+from tinker_local.backend.weights.codes import from_codes, inputs_of, to_codes
 from tinker_local.backend.weights.dense import concatenated, dense
 from tinker_local.backend.weights.frozen_matrix import FrozenMatrix
 from tinker_local.backend.weights.joined_names import GATE_UP, QKV
-from tinker_local.backend.weights.packing import inputs_of, pack, unpack
 from tinker_local.backend.weights.precision import BITS, Bits, group_of
 from tinker_local.types import UnsupportedError
 
@@ -41,7 +42,7 @@ class PackedLinear(torch.nn.Linear):
         """Packs the matrix of `linear`, on `device` if that is quicker, and leaves the result where the matrix is."""
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        codes, scales = (each.to(linear.weight.device) for each in pack(linear.weight.to(device), bits))
+        codes, scales = (each.to(linear.weight.device) for each in to_codes(linear.weight.to(device), bits))
         self.qweight = torch.nn.Parameter(codes, requires_grad=False)
         self.scales = torch.nn.Parameter(scales, requires_grad=False)
         self.bias = linear.bias
@@ -50,7 +51,7 @@ class PackedLinear(torch.nn.Linear):
     @property
     def weight(self) -> torch.Tensor:
         """[out, in], in the dtype of activations."""
-        return unpack(self.qweight, self.scales, self._dtype)
+        return from_codes(self.qweight, self.scales, self._dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = _Product.apply(x, self)
@@ -109,7 +110,7 @@ class PackedMatrix:
         return onto.addmm_(grad, self._weight())
 
     def _weight(self) -> torch.Tensor:
-        return unpack(self.codes, self.scales, self.dtype)
+        return from_codes(self.codes, self.scales, self.dtype)
 
 
 def packed(modules: Sequence[torch.nn.Linear]) -> FrozenMatrix:
@@ -130,7 +131,7 @@ def packed(modules: Sequence[torch.nn.Linear]) -> FrozenMatrix:
     return PackedMatrix(joined[CODES], joined[SCALES], parts[0].matrix().dtype)
 
 
-def pack_layers(decoder: torch.nn.Module, precision: str, where: str, device: torch.device | None = None) -> None:
+def pack_layers(decoder: torch.nn.Module, precision: Precision, where: str, device: torch.device | None = None) -> None:
     """Replace the projections in the layers of transformers' `decoder` by packed ones, which are made on `device`, one
     at a time. UnsupportedError if it has none that can be packed."""
     found = [

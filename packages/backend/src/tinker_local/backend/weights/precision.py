@@ -1,12 +1,13 @@
-"""In how few bits the frozen weights of layers may be. Imports nothing, so that plans know it too."""
+"""In how few bits the frozen weights of layers may be. Imports no torch, so that plans know it too."""
 
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import Literal
 
-Precision = Literal["int8", "int4"]
+from tinker_local.backend.options import Precision
+
 Bits = Literal[8, 4]
 
-BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
-assert BITS.keys() == {*get_args(Precision)}
+BITS: Mapping[Precision, Bits] = {"int8": 8, "int4": 4}
 
 GROUPS = (128, 64, 32)
 """How many numbers of a row may share a scale. Narrow models have rows that 128 does not divide."""

@@ -15,7 +15,7 @@ _OFFSET = 8
 """Two codes of 4 bits are in one byte, the first in its low half, each with this added."""
 
 
-def pack(weight: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
+def to_codes(weight: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of `weight` [N, K], rounded to nearest: int8 [N, K], or uint8 [N, K/2] for 4 bits; bfloat16
     [N, G]. ValueError if no size of a group divides K."""
     rows, inputs = weight.shape
@@ -32,7 +32,7 @@ def pack(weight: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
     return pairs[..., 0] | pairs[..., 1] << 4, scales
 
 
-def unpack(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def from_codes(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The matrix [N, K] that `codes` and `scales` stand for, in `dtype`."""
     rows = len(codes)
     if codes.dtype == torch.uint8:
