@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from tinker_local.backend.families import OTHER, family_of
-from tinker_local.backend.training.model.load_model import config_of, without_values
 from tinker_local.backend.vllm_engine.compat_vllm import class_of_model
 from tinker_local.backend.weights.joined_names import GATE_UP
 
@@ -65,8 +64,15 @@ def name_joined_modules(config: Any, _: int) -> None:
     packed = getattr(found, "packed_modules_mapping", None)
     if not packed:  # as of a class without LoRA, or of transformers' classes, which name theirs themselves
         return
-    theirs = {name.rpartition(".")[2] for name, _ in without_values(config_of(model.model), OTHER).named_modules()}
+    theirs = _last_names(model.model)
     found.packed_modules_mapping = {name: [name] if name in theirs else parts for name, parts in packed.items()}
+
+
+def _last_names(path: str) -> set[str]:
+    """Of the modules of transformers' model of the config at `path`."""
+    from tinker_local.backend.training.model.load_model import config_of, without_values
+
+    return {name.rpartition(".")[2] for name, _ in without_values(config_of(path), OTHER).named_modules()}
 
 
 def name_stacked_modules(config: Any, _: int) -> None:
