@@ -36,15 +36,16 @@ half of its effect.
 
 Any other causal language model of transformers is trained with adapters on every Linear module of its layers, most by
 the autograd decoder. vLLM samples with its own class, or with transformers' modules where its class takes no adapters.
-At the start, trainer and sampler are compared with an adapter on all of these modules, too, and a model is refused if
-vLLM does not take it or computes something else (`glm4` and `cohere2`, with vLLM 0.32). Tests have seen these agree:
+What configuration and classes rule out, `tinker-local check` says without loading anything. At the start, trainer and
+sampler are compared with an adapter on all of these modules, too, and a model is refused if vLLM computes something
+else. Tests have seen these agree:
 """
 REFUSED = """
 ### Refused
 
 - models with images or sound that are not in the table above;
 - models whose layers do not pass their arguments on to attention (`nemotron`, `stablelm`), or compute it by other
-  functions than transformers' common ones;
+  functions than transformers' common ones, or have convolutions along the sequence (`falcon_h1`, `lfm2`);
 - mixtures of experts that are not in the table above (`mixtral`, `olmoe`, `granitemoe`, `qwen3_next`, `minimax`):
   adapters train routed experts in the architectures of the table alone;
 """

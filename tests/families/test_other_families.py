@@ -1,6 +1,7 @@
 """Text models without a family: the autograd decoder, and adapters on every Linear module of a layer."""
 
 import asyncio
+import importlib
 import json
 import re
 from dataclasses import replace
@@ -29,6 +30,7 @@ from tinker_local.backend.training.model.load_model import config_of
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.backend.training.trainer_config import TrainerConfig
+from tinker_local.backend.vllm_engine import adapter_targets
 from tinker_local.backend.vllm_engine.refusals import check_runs
 from tinker_local.types import AdamParams, LoraConfig, UnsupportedError
 
@@ -38,28 +40,44 @@ OWN: dict[str, dict[str, Any]] = {
     "phi3": {},  # joined projections, in vLLM's own class
     "olmo2": {},  # vLLM has no class that takes adapters, and runs transformers' instead
     "granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.1, "logits_scaling": 2.0},
+    "apertus": {},
     "arcee": {},
+    "bitnet": {},
     "cohere": {"logit_scale": 0.5, "tie_word_embeddings": True},
+    "cohere2": {
+        **{"tie_word_embeddings": True, "head_dim": 32, "sliding_window": 16},
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "cwm": {"head_dim": 32, "bos_token_id": 1},
     "ernie4_5": {"head_dim": 32},
     "exaone4": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma": {"head_dim": 32},
     "glm": {"head_dim": 32},
+    "glm4": {"head_dim": 32},
+    "granite_swa": {"sliding_window": 16},
     "helium": {"head_dim": 32},
     "hyperclovax": {"logits_scaling": 0.3},
     "hunyuan_v1_dense": {"head_dim": 32},
+    "jais2": {"head_dim": 32},
     "ministral": {"head_dim": 32, "layer_types": ["full_attention"] * 2},
     "ministral3": {"head_dim": 32},
+    "nanochat": {},
+    "olmo": {},
     "olmo3": {"sliding_window": 16},
+    "persimmon": {"num_key_value_heads": 4},
     "phi": {},
     "seed_oss": {"head_dim": 32},
     "smollm3": {"no_rope_layers": [1, 0]},
     "starcoder2": {},
+    "vaultgemma": {"head_dim": 32},
 }
 """Fields of each config, beyond what all have."""
 
 FAST = ("phi3", "olmo2")
 
 REACHED = {
+    "apertus": "q_proj, k_proj, v_proj, o_proj, up_proj, down_proj, lm_head",
+    "glm4": "q_proj, k_proj, v_proj, o_proj, gate_up_proj, down_proj, lm_head",
     "phi3": "o_proj, qkv_proj, gate_up_proj, down_proj, lm_head",
     "olmo2": "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head",
 }
@@ -74,13 +92,17 @@ def tiny(model_type: str, out: Path) -> Path:
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=256,
         initializer_range=0.1,
         pad_token_id=QWEN.token_id(QWEN.pad),
         eos_token_id=QWEN.token_id(QWEN.stops[0]),
         dtype="float32",
-        **{"tie_word_embeddings": False, "bos_token_id": None, **OWN.get(model_type, {"head_dim": 32})},
+        **{
+            "tie_word_embeddings": False,
+            "bos_token_id": None,
+            "num_key_value_heads": 2,
+            **OWN.get(model_type, {"head_dim": 32}),
+        },
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -173,8 +195,14 @@ def test_the_page_of_models_lists_them() -> None:
     assert not {*OTHERS} & {*FAMILIES, *NOT_SERVED}
 
 
-def test_a_model_whose_adapters_vllm_does_not_take_is_refused_at_its_start(tmp_path: Path) -> None:
+def test_a_model_whose_adapters_vllm_does_not_take_is_refused_at_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its class in vLLM calls a joined projection two."""
+    module = importlib.import_module("vllm.model_executor.models.glm4")
+    parts = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    monkeypatch.setattr(module.Glm4ForCausalLM, "packed_modules_mapping", parts)
+    monkeypatch.setattr(adapter_targets, "_last_names", lambda _: set())
     with pytest.raises(ValueError, match=r"could not be compared with an adapter: .*gate_up_proj is 128 to 192 wide"):
         asyncio.run(started(tiny("glm4", tmp_path / "model"), tmp_path / "data"))
 
@@ -214,6 +242,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nemotron": ({"head_dim": 32}, "do not pass keyword arguments on to attention"),
     "stablelm": ({}, "do not pass keyword arguments on to attention"),
     "doge": ({}, "it makes its own attention mask"),
+    "cohere2": ({"head_dim": 32}, "has the embedding for its LM head, and this model has another one"),
+    "deepseek_v32": ({}, "the trainer cannot run its layers (TypeError: "),
+    "diffllama": ({}, "vLLM has no class DiffLlamaForCausalLM, and cannot run transformers' in its place"),
+    "falcon_h1": ({}, "model.layers.0.mamba.conv1d is a convolution along the sequence"),
+    "gemma4_text": (
+        {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 512},
+        "its layers read embeddings of tokens beside model.embed_tokens",
+    ),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "model.layers.0.conv.conv is a convolution along the"),
+    "persimmon": (
+        {},
+        "config.json says num_key_value_heads 2, which vLLM reads and transformers' PersimmonConfig does",
+    ),
     "arcee": (
         {"head_dim": 16},
         "its attention heads are 16 wide, and vLLM on a CPU computes those of 32,",

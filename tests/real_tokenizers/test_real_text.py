@@ -8,6 +8,7 @@ import pytest
 from tinker_local.backend.rendering.renderer import ModelRenderer
 from tinker_local.backend.rendering.text import ChatMessage, TextSoFar
 from tinker_local.types import InvalidRequestError
+from tinker_local.types.control_tokens import special_tokens
 
 from tests.real_tokenizers.conftest import Real, real_one
 
@@ -75,6 +76,13 @@ def test_a_text_of_all_characters_of_a_block_has_its_tokens_bytes(real: Real) ->
         said = "".join(map(chr, range(start, start + 128)))
         tokens = real.text_ids(said)
         assert b"".join(map(real.text.token_bytes, tokens)) == real.text.decode(tokens).encode(), hex(start)
+
+
+def test_a_token_is_special_if_decoding_leaves_it_out(real: Real) -> None:
+    special = {*real.tokenizer.convert_tokens_to_ids([*special_tokens(real.tokenizer)])}
+    assert special
+    for token in (*special, *range(600), *real.text_ids(SAID)):
+        assert real.text.is_special(token) == (token in special), token
 
 
 @pytest.mark.parametrize("cut", ["<", "<|", "<start"])

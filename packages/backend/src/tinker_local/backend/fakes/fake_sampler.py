@@ -35,6 +35,7 @@ from tinker_local.backend.sampling.prompt_scores import (
     prompt_questions,
 )
 from tinker_local.backend.sampling.sampler import DrawnTokens, SampleWork, scores_alone, token_budget
+from tinker_local.backend.training.module_outputs import ModuleOutputs
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.types import (
     InternalError,
@@ -166,6 +167,10 @@ class FakeSampler:
         self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64], replica: int = 0
     ) -> Rotations:
         """A bigram model has no attention."""
+        return {}
+
+    async def module_outputs(self, work: SampleWork) -> ModuleOutputs:
+        """A bigram model has no modules."""
         return {}
 
     async def pulse(self) -> None:

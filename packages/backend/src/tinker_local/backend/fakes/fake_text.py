@@ -63,6 +63,10 @@ class FakeText:
         """See `TextCodec`."""
         return decode([token]).encode()
 
+    def is_special(self, token: int) -> bool:
+        """See `TextCodec`."""
+        return token == EOS_ID
+
     def _text(self, text: str, where: str) -> EncodedTextChunk:
         tokens = encode(text)
         for place, token in enumerate(tokens):

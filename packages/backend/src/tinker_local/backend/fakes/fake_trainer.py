@@ -30,6 +30,7 @@ from tinker_local.backend.fakes.fake_model import (
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss import Loss, Terms, any_of, check_train_datum
+from tinker_local.backend.training.module_outputs import ModuleOutputs
 from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.optimizers.optimizer import Limits, Optimizer, OptimizerState
 from tinker_local.backend.training.rotations import Rotations
@@ -309,6 +310,10 @@ class FakeTrainer:
 
     def rotations(self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
         """A bigram model has no attention."""
+        return {}
+
+    def module_outputs(self, input: RenderedInput) -> ModuleOutputs:
+        """A bigram model has no modules."""
         return {}
 
     def logprobs(self, adapter_id: str | None, *inputs: RenderedInput, nudge: int = 0) -> npt.NDArray[np.float32]:

@@ -156,11 +156,8 @@ class Choice:
         tokens, logprobs = self.read.token_ids.tolist(), output.prompt_logprobs.tolist()
         likeliest = [()] * len(tokens) if (topk := output.topk_prompt_logprobs) is None else rows_of(topk)
         rows: list[Row] = list(zip(tokens, [None, *logprobs[1:]], likeliest, strict=True))
-        parts = [(self._text.token_bytes(token), self._is_special(token)) for token in tokens]
+        parts = [(self._text.token_bytes(token), self._text.is_special(token)) for token in tokens]
         return self._of_completion(rows, offsets_in(self.echo, parts))
-
-    def _is_special(self, token: int) -> bool:
-        return self._text.decode([token]) != self._text.decode_all([token])
 
     def _of_completion(self, rows: Sequence[Row], offsets: Sequence[int]) -> Json:
         return {
@@ -183,7 +180,7 @@ class Choice:
 
     def _offset_of(self, token: int) -> int:
         """In which character of the text the bytes of the next token begin."""
-        parts = b"" if self._is_special(token) else self._text.token_bytes(token)
+        parts = b"" if self._text.is_special(token) else self._text.token_bytes(token)
         if parts and not 0x80 <= parts[0] < 0xC0:  # what a character lacks before it will never come
             self._offset += len(self._utf8.decode(b"", final=True))
         found = self._offset

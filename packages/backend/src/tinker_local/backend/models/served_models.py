@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.adapters.adapter import AdapterVersion
+from tinker_local.backend.adapters.adapter import AdapterDType, AdapterVersion
 from tinker_local.backend.models.adapter_check import TARGETS, adapter_on, largest_difference
 from tinker_local.backend.models.agreement import (
     DRAWS,
@@ -37,17 +38,20 @@ from tinker_local.backend.rendering.rendered_input import RenderedInput, Rendere
 from tinker_local.backend.rendering.text import TextCodec
 from tinker_local.backend.rendering.tools import ToolFormat
 from tinker_local.backend.sampling.replica_pool import ReplicaPool
-from tinker_local.backend.sampling.sampler import Sampler
+from tinker_local.backend.sampling.sampler import Sampler, SampleWork
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.backend.scheduling.sample_turns import PROMPTS_AHEAD, SampleTurns
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 from tinker_local.backend.stages import Stage
 from tinker_local.backend.threads import without_pool
+from tinker_local.backend.training.module_outputs import first_difference
 from tinker_local.backend.training.rotations import Compared, Rotations
 from tinker_local.backend.training.trainer import Trainer
 from tinker_local.backend.weights.memory_holder import MemoryHolder
-from tinker_local.types import ApiError, InvalidRequestError, LoraConfig
+from tinker_local.types import ApiError, InvalidRequestError, LoraConfig, SamplingParams
 from tinker_local.types.errors import brief
+
+log = logging.getLogger(__name__)
 
 _CONTEXT_VARIANT = re.compile(r"(.+):peft:([1-9]\d{0,11})", re.ASCII)
 
@@ -103,6 +107,10 @@ class WeightsCheck:
     matrices: int
     seconds: float
     problem: str
+
+
+SAME_OUTPUT: Mapping[AdapterDType, float] = {"float32": 1e-3, "bfloat16": 0.1}
+"""By which part of its norm a module's output may differ in two engines, by dtype."""
 
 
 @dataclass(slots=True, eq=False)
@@ -325,12 +333,26 @@ class ServedModel:
         engines, probes = self.engines, self.probes.base
         found = await sampler_logprobs(engines.sampler, version, probes, self.replicas)
         comparisons = [judge(probes, draws, each, engines.least_rounding, engines.tolerance) for each in found]
-        for comparison in comparisons:
+        for replica, comparison in enumerate(comparisons):
             if comparison.problem is not None and not comparison.worst.difference <= limit:
+                first = "" if version else await self._first_module(probes[0], replica)
                 raise ValueError(
-                    f"{self.names[0]}: trainer and sampler compute {what} differently: {comparison.problem}"
+                    f"{self.names[0]}: trainer and sampler compute {what} differently: {comparison.problem}{first}"
                 )
         return max(comparisons, key=lambda comparison: comparison.worst.difference)
+
+    async def _first_module(self, text: RenderedInput, replica: int) -> str:
+        """Which module differs first on a probe of text, behind a semicolon; empty if that is not known."""
+        engines = self.engines
+        work = SampleWork(text, None, SamplingParams(max_tokens=1), prompt_logprobs=True, replica=replica)
+        try:
+            ours = await self.scheduler.call(engines.trainer.module_outputs, text)
+            theirs = await engines.sampler.module_outputs(work)
+        except Exception:  # of any architecture, and the refusal says enough without
+            log.warning("the modules of trainer and sampler cannot be looked at", exc_info=True)
+            return ""
+        told = first_difference(ours, theirs, SAME_OUTPUT[engines.sampler.adapter_dtype])
+        return told and f"; {told}"
 
     def metrics(self) -> ModelMetrics:
         """Current counts of its parts; never blocks."""

@@ -125,6 +125,7 @@ class HFText:
         self._text_before = self._decoded(self._before, special=True)
         self._token = lru_cache(KEPT_TOKENS)(self._text_of)
         self._token_bytes = lru_cache(KEPT_TOKENS)(self._bytes)
+        self._is_special = lru_cache(KEPT_TOKENS)(self._is_left_out)
 
     @classmethod
     def load(cls, model: str, images: ImageTokens | None = None) -> "HFText | None":
@@ -229,9 +230,16 @@ class HFText:
         """See `TextCodec`."""
         return self._token_bytes(token)
 
+    def is_special(self, token: int) -> bool:
+        """See `TextCodec`."""
+        return self._is_special(token)
+
     def _text_of(self, token: int) -> str:
         """Behind another token, since some decoders drop the blank at the beginning of a text."""
         return self._decoded([*self._before, token], special=True)[len(self._text_before) :]
+
+    def _is_left_out(self, token: int) -> bool:
+        return self._decoded([token], special=False) != self._decoded([token], special=True)
 
     def _bytes(self, token: int) -> bytes:
         text = self._token(token)

@@ -83,6 +83,9 @@ class TextCodec(Protocol):
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token, special or not: those of the tokens of a text are together the text in UTF-8."""
 
+    def is_special(self, token: int) -> bool:
+        """Whether `decode` leaves it out."""
+
 
 class TextSoFar:
     """The text of one sequence, whose tokens come in pieces. It ends before the first of `stops`.

@@ -26,6 +26,7 @@ from tinker_local.backend.process.ray_replicas import RayReplicas
 from tinker_local.backend.process.relay import standing_in
 from tinker_local.backend.sampling.sampler import DrawnTokens, Sampler, SampleWork, do_nothing, ignore_drawn
 from tinker_local.backend.stages import Stage, taken
+from tinker_local.backend.training.module_outputs import ModuleOutputs
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.types import SampleOutput
 
@@ -104,6 +105,9 @@ class ServedSampler:
 
     async def rotations(self, _: Tell, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
         return await self.sampler.rotations(layers, positions)
+
+    async def module_outputs(self, _: Tell, work: SampleWork) -> ModuleOutputs:
+        return await self.sampler.module_outputs(work)
 
     def _whole(self, version: AdapterVersion) -> AdapterVersion:
         return replace(version, unwritten=partial(self._unwritten.get, version.name))
@@ -299,6 +303,9 @@ class ProcessSampler(ProcessEngine):
         self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64], replica: int = 0
     ) -> Rotations:
         return cast(Rotations, await self._call("rotations", layers, positions))
+
+    async def module_outputs(self, work: SampleWork) -> ModuleOutputs:
+        return cast(ModuleOutputs, await self._call("module_outputs", work))
 
     async def close(self) -> None:
         """End the process within seconds; what is in flight fails. It does not start again."""

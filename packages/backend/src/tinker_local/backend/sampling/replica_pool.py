@@ -11,6 +11,7 @@ from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.sampling.prefix_routes import Prefix, PrefixRoutes, prefixes
 from tinker_local.backend.sampling.sampler import Sampler, SampleWork
+from tinker_local.backend.training.module_outputs import ModuleOutputs
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.types import SampleOutput
 
@@ -150,6 +151,10 @@ class ReplicaPool:
     ) -> Rotations:
         """Of that replica."""
         return await self.replicas[replica].rotations(layers, positions)
+
+    async def module_outputs(self, work: SampleWork) -> ModuleOutputs:
+        """Of the replica that `work` names."""
+        return await self.replicas[work.replica or 0].module_outputs(work)
 
     async def close(self) -> None:
         """Stop all at once."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from tinker_local.backend.adapters.adapter import AdapterDType, AdapterVersion
 from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.training.module_outputs import ModuleOutputs
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.types import (
     ContextOverflowError,
@@ -193,6 +194,10 @@ class Sampler(Protocol):
     ) -> Rotations:
         """What attention makes of positions (`training/rotations.py`), in one of several replicas. Nothing for layers
         of which that is not known. Call it while it is awake."""
+
+    async def module_outputs(self, work: SampleWork) -> ModuleOutputs:
+        """What modules give for the prompt of `work`, which samples one token of the base model, while nothing else
+        runs. Nothing of modules that run inside CUDA graphs."""
 
     async def close(self) -> None:
         """Stop the engine."""

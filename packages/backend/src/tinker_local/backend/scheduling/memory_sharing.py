@@ -24,6 +24,7 @@ from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.sampling.sampler import DrawnTokens, Sampler, SampleWork
 from tinker_local.backend.scheduling.operations import as_api_error
 from tinker_local.backend.threads import without_pool
+from tinker_local.backend.training.module_outputs import ModuleOutputs
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.trainer import Trainer, TrainResult, TrainWork
 from tinker_local.types import ApiError, InternalError, NotEnoughMemoryError, SampleOutput
@@ -468,6 +469,9 @@ class WakingSampler:
         self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64], replica: int = 0
     ) -> Rotations:
         return await self._use(lambda: self._sampler.rotations(layers, positions, replica))
+
+    async def module_outputs(self, work: SampleWork) -> ModuleOutputs:
+        return await self._use(lambda: self._sampler.module_outputs(work))
 
     async def close(self) -> None:
         await self._sampler.close()

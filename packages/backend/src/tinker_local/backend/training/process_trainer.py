@@ -18,6 +18,7 @@ from tinker_local.backend.process.ray_hosts import RayHosts, placed
 from tinker_local.backend.process.relay import standing_in
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.stages import Stage, taken
+from tinker_local.backend.training.module_outputs import ModuleOutputs
 from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.trainer import Seat, Trainer, TrainResult, TrainWork
@@ -242,6 +243,9 @@ class ProcessTrainer(ProcessEngine):
 
     def rotations(self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
         return cast(Rotations, self._read("rotations", layers, positions))
+
+    def module_outputs(self, input: RenderedInput) -> ModuleOutputs:
+        return cast(ModuleOutputs, self._call("module_outputs", input))
 
     def release_memory(self) -> None:
         self._call("release_memory")

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.adapters.adapter import AdapterDType, AdapterLayout, AdapterState
 from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.training.module_outputs import ModuleOutputs
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.types import ApiError, LoraConfig
 from tinker_local.types.base import Frozen
@@ -138,6 +139,9 @@ class Trainer(Protocol):
     def rotations(self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
         """What attention makes of positions (`training/rotations.py`). Nothing for layers of which that is not
         known."""
+
+    def module_outputs(self, input: RenderedInput) -> ModuleOutputs:
+        """What the base model's modules give for a text, as transformers runs them."""
 
     def release_memory(self) -> None:
         """Release device memory that is only cached for speed, for others that use the device."""

@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from tinker_local.backend.families import family_of
+from tinker_local.backend.families import OTHER, family_of
 from tinker_local.backend.vllm_engine.compat_vllm import class_of_model
 from tinker_local.backend.weights.joined_names import GATE_UP
 
@@ -52,6 +52,27 @@ def name_split_rows(config: Any, _: int) -> None:
                 name: [part for each in parts for part in (split[each].projections if each in split else (each,))]
                 for name, parts in packed.items()
             }
+
+
+def name_joined_modules(config: Any, _: int) -> None:
+    """Name a module of a `VllmConfig`'s model by the one name that it has in transformers' class, too. vLLM's class of
+    GLM 4 names the parts of `gate_up_proj`, which neither files nor adapters have."""
+    model = config.model_config
+    if family_of(model.hf_config.model_type, model.model) is not OTHER:
+        return
+    found = class_of_model(config)
+    packed = getattr(found, "packed_modules_mapping", None)
+    if not packed:  # as of a class without LoRA, or of transformers' classes, which name theirs themselves
+        return
+    theirs = _last_names(model.model)
+    found.packed_modules_mapping = {name: [name] if name in theirs else parts for name, parts in packed.items()}
+
+
+def _last_names(path: str) -> set[str]:
+    """Of the modules of transformers' model of the config at `path`."""
+    from tinker_local.backend.training.model.load_model import config_of, without_values
+
+    return {name.rpartition(".")[2] for name, _ in without_values(config_of(path), OTHER).named_modules()}
 
 
 def name_stacked_modules(config: Any, _: int) -> None:

@@ -27,6 +27,7 @@ from tinker_local.backend.vllm_engine.compat_vllm import (
     has_breakable_graphs,
     image_arguments,
     runs_on_cpu,
+    version,
 )
 from tinker_local.backend.vllm_engine.release_engine import kept_by_dynamo, workspaces_of_failures_left
 from tinker_local.backend.vllm_engine.sleep_mode import sleep_mode_is_free
@@ -248,7 +249,7 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         arguments["load_format"] = LOAD_FORMAT
     if options.weights != "dense":
         arguments["quantization"] = packed_method.name_of(options.weights)
-    if overrides := query_scaling(options.model):
+    if overrides := query_scaling(options.model) | window_of_cohere2(options.model):
         arguments["hf_overrides"] = overrides
     if options.ranks > 1:
         arguments |= {"tensor_parallel_size": options.ranks, "distributed_executor_backend": "external_launcher"}
@@ -279,6 +280,17 @@ def query_scaling(model: str) -> dict[str, Any]:
     if not beta or not original or getattr(config, "llama_4_scaling", None):
         return {}
     return {"llama_4_scaling": {"beta": beta, "original_max_position_embeddings": original}}
+
+
+def window_of_cohere2(model: str) -> dict[str, Any]:
+    """What vLLM's config needs so that a position of Cohere 2 sees as many before it as in transformers: vLLM 0.32 adds
+    one to the window."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    if config.model_type != "cohere2" or version() < (0, 32) or not config.sliding_window:
+        return {}
+    return {"sliding_window": config.sliding_window - 1}
 
 
 def served_rank(rank: int) -> int:

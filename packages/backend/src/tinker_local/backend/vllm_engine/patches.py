@@ -210,6 +210,21 @@ def _correct_yarn_of_sections() -> None:
     MRotaryEmbedding._compute_inv_freq = by_trained_positions
 
 
+def _keep_xielu_in_dtype() -> None:
+    import torch
+    from vllm.model_executor.layers.activation import XIELU
+
+    original: Any = XIELU.__init__
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        original(self, *args, **{"dtype": torch.get_default_dtype(), **given})  # the model's, while it is built
+
+    XIELU.__init__ = init
+
+
 def _clear_features_of_pictures(config: Any, _: int) -> None:
     found = class_of_model(config)
     original: Any = getattr(found, "_clear_deepstack_input_embeds", None)
@@ -469,6 +484,22 @@ PATCHES = (
         ("packed_modules_mapping",),
         ("families/test_mixed_layers.py::test_each_target_alone_reaches_the_sampler",),
         to_config=adapter_targets.name_stacked_modules,
+    ),
+    Patch(
+        "adapters reach what vLLM's class and transformers' both join, and vLLM names by parts: the MLP of GLM 4",
+        "vLLM takes an adapter of `gate_up_proj` for one of its first part",
+        "0.32",
+        ("packed_modules_mapping",),
+        ("families/test_other_families.py::test_a_model_without_a_family_starts_and_says_what_adapters_reach",),
+        to_config=adapter_targets.name_joined_modules,
+    ),
+    Patch(
+        "the numbers of the activation xIELU (Apertus) are in the model's dtype",
+        "vLLM keeps and computes them in bfloat16 also in a model in float32, which moves logprobs by 0.0005 nats",
+        "0.32",
+        ("XIELU", "__init__"),
+        ("families/test_other_families.py::test_a_model_without_a_family_starts_and_says_what_adapters_reach",),
+        to_process=_keep_xielu_in_dtype,
     ),
     Patch(
         "linear attention (Gated DeltaNet) runs in float32",

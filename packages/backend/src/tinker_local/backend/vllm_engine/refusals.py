@@ -1,9 +1,12 @@
 """Why vLLM cannot run a model, by its config: no engine starts, and no weights are read."""
 
+import dataclasses
 from typing import Any
 
+from tinker_local.backend.adapters.adapter import HEAD
 from tinker_local.backend.families import OTHER
 from tinker_local.backend.families.family import Family
+from tinker_local.backend.training.model.load_model import without_values
 from tinker_local.backend.vllm_engine.build_engine import import_vllm, process_state_kept
 from tinker_local.backend.vllm_engine.compat_vllm import runs_on_cpu
 from tinker_local.types import UnsupportedError
@@ -15,32 +18,51 @@ USUAL_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 def check_runs(path: str, config: Any, family: Family) -> None:
     """UnsupportedError in a sentence if vLLM is known not to run the model at `path`. Imports vLLM, which takes
     seconds, only for models that have no family, or heads of an unusual size."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
-    if family is not OTHER and (size in USUAL_HEADS or not runs_on_cpu()):
+    sizes = _head_sizes(config.get_text_config())
+    if family is not OTHER and (sizes <= {*USUAL_HEADS} or not runs_on_cpu()):
         return
     import_vllm()
     if runs_on_cpu():
-        _check_heads(path, size)
+        _check_heads(path, sizes)
     if family is OTHER:
+        _check_fields(path, config)
         for name in (config.architectures or ())[:1]:
-            _check_class(path, name)
+            _check_class(path, name, config)
 
 
-def _check_heads(path: str, size: int) -> None:
+def _head_sizes(text: Any) -> set[int]:
+    """Of the attention heads of all layers. Configs of some families have a config for each layer."""
+    layers = [*text.per_layer_config] if getattr(text, "per_layer_attributes", None) else [text]
+    heads = getattr(text, "num_attention_heads", None)
+    found = {getattr(layer, "head_dim", None) or (text.hidden_size // heads if heads else 0) for layer in layers}
+    return found - {0}
+
+
+def _check_fields(path: str, config: Any) -> None:
+    """Whether vLLM reads what transformers' class does not: keys and values of fewer heads."""
+    known = {field.name for field in dataclasses.fields(config)} | {*config.attribute_map}
+    number = getattr(config, "num_key_value_heads", None)
+    if "num_key_value_heads" not in known and number not in (None, config.num_attention_heads):
+        raise UnsupportedError(
+            f"{path}: config.json says num_key_value_heads {number}, which vLLM reads and transformers' "
+            f"{type(config).__name__} does not have; remove it if the model has keys and values of all heads"
+        )
+
+
+def _check_heads(path: str, found: set[int]) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if size and size not in sizes:
+    if unknown := found - {*sizes}:
         raise UnsupportedError(
-            f"{path}: its attention heads are {size} wide, and vLLM on a CPU computes those of "
+            f"{path}: its attention heads are {min(unknown)} wide, and vLLM on a CPU computes those of "
             f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"
         )
 
 
-def _check_class(path: str, name: str) -> None:
-    """Whether vLLM's class for the architecture `name` takes adapters, or transformers' runs in vLLM."""
+def _check_class(path: str, name: str, config: Any) -> None:
+    """Whether vLLM's class for the architecture `name` takes adapters and all weights, or transformers' runs in
+    vLLM."""
     import transformers
     from vllm.model_executor.models.interfaces import supports_lora
     from vllm.model_executor.models.registry import ModelRegistry
@@ -49,6 +71,26 @@ def _check_class(path: str, name: str) -> None:
         own = ModelRegistry.models[name].load_model_cls() if name in ModelRegistry.models else None
     if own is not None and not supports_lora(own):
         raise UnsupportedError(f"{path}: vLLM runs it as {own.__name__}, which takes no adapters")
+    if own is not None:
+        mapper = getattr(own, "hf_to_vllm_mapper", None)
+        if not config.tie_word_embeddings and mapper and mapper.orig_to_new_prefix.get(HEAD, "") is None:
+            raise UnsupportedError(
+                f"{path}: vLLM's {own.__name__} has the embedding for its LM head, and this model has another one "
+                "(tie_word_embeddings is false)"
+            )
+        return
     theirs = getattr(transformers, name, None)
-    if own is None and not (theirs and theirs.is_backend_compatible()):
+    if not (theirs and theirs.is_backend_compatible() and _attends_once(config)):
         raise UnsupportedError(f"{path}: vLLM has no class {name}, and cannot run transformers' in its place")
+
+
+def _attends_once(config: Any) -> bool:
+    """Whether each layer has one module that vLLM can give its attention to."""
+    try:
+        from vllm.model_executor.models.transformers.fusers.attention import interface_call
+    except ImportError:  # before 0.32
+        return True
+    layers = without_values(config, OTHER).get_submodule(OTHER.decoder_path).layers
+    return all(
+        sum(interface_call(type(module).forward) is not None for module in layer.modules()) == 1 for layer in layers
+    )

@@ -15,10 +15,17 @@ from tinker_local.backend.sampling.process_sampler import SamplerSeat
 from tinker_local.backend.sampling.prompt_scores import prompt_questions
 from tinker_local.backend.sampling.sampler import SampleWork, scores_alone, token_budget, without_tokens
 from tinker_local.backend.spare_memory import give_back_at_rest
+from tinker_local.backend.training.module_outputs import ModuleOutputs, watching
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.vllm_engine import sleep_mode
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions, build_engine
-from tinker_local.backend.vllm_engine.compat_vllm import default_dtype, kv_cache_used, masks_of, sequences_running
+from tinker_local.backend.vllm_engine.compat_vllm import (
+    default_dtype,
+    kv_cache_used,
+    masks_of,
+    sequences_running,
+    served_model,
+)
 from tinker_local.backend.vllm_engine.engine_inputs import (
     TokenStream,
     engine_params,
@@ -207,6 +214,17 @@ class VLLMSampler:
             return await asyncio.wrap_future(
                 self._thread.call(self._engine, lambda engine: self._rotations(engine, layers, positions))
             )
+
+    async def module_outputs(self, work: SampleWork) -> ModuleOutputs:
+        """See `Sampler.module_outputs`; of rank 0."""
+        with contextlib.ExitStack() as stack, _as_api_errors():
+            found = await asyncio.wrap_future(
+                self._thread.call(
+                    self._engine, lambda engine: stack.enter_context(watching(served_model(engine), work.prompt.length))
+                )
+            )
+            await self.sample(work)
+        return found
 
     def _rotations(self, engine: Any, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
         self._check_awake()

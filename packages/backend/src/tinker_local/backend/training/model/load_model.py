@@ -78,7 +78,7 @@ def decoder_of_sizes(config: Any, dtype: str, decoder: DecoderChoice) -> tuple[D
     """The decoder that `load_model` chooses for a model of `config`, and the model's parameters. Its tensors are on
     torch's meta device: they have shapes and no values, so that it can tell its memory before anything is loaded."""
     family, place = family_of(config.model_type, config.name_or_path), torch.device("meta")
-    model = _without_values(config, family, dtype)
+    model = without_values(config, family, dtype)
     _fix_frequencies(model.get_submodule(family.decoder_path), config.get_text_config().max_position_embeddings)
     kernels = kernels_for(place, DTYPES[dtype])
     found = make_decoder(model, family, kernels, decoder, config.name_or_path)
@@ -93,17 +93,30 @@ def supported_family(config: Any, where: str) -> Family:
         raise UnsupportedError(f"{where}: {NO_FAMILY.format(config.model_type)}")
     if family is OTHER:
         _check_layers(config, where)
-        with contextlib.suppress(NotImplementedError):  # what counts tokens needs values
-            decoder_of_sizes(config, "float32", "auto")  # refuses layers that no decoder takes
+        _check_decoder(config, where)
     return family
+
+
+def _check_decoder(config: Any, where: str) -> None:
+    """UnsupportedError for layers that no decoder takes."""
+    try:
+        with contextlib.suppress(NotImplementedError):  # what counts tokens needs values
+            decoder_of_sizes(config, "float32", "auto")
+    except UnsupportedError:
+        raise
+    except Exception as error:  # of any type: transformers' own code runs as the trainer calls it
+        first = str(error).partition("\n")[0]
+        raise UnsupportedError(
+            f"{where}: the trainer cannot run its layers ({type(error).__name__}: {first})"
+        ) from error
 
 
 def _check_layers(config: Any, where: str) -> None:
     """UnsupportedError if transformers has no language model for `config`, or one that `OTHER` does not describe:
-    without its decoder, layers or LM head, or with routed experts."""
+    without its decoder, layers or LM head, or with routed experts or convolutions."""
     kind, path = config.model_type, OTHER.decoder_path
     try:
-        model = _without_values(config, OTHER, "float32")
+        model = without_values(config, OTHER)
     except ValueError as error:
         first = str(error).partition("\n")[0]
         raise UnsupportedError(
@@ -137,6 +150,17 @@ def _check_layers(config: Any, where: str) -> None:
                 f"experts, which adapters do not train in this architecture; mixtures of experts are served with "
                 f"model_type {known}"
             )
+    if hasattr(model.get_submodule(path), "embed_tokens_per_layer"):
+        raise UnsupportedError(
+            f"{where}: model_type {kind!r} is not supported: its layers read embeddings of tokens beside "
+            f"{path}.embed_tokens, where the trainer begins"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Conv1d):
+            raise UnsupportedError(
+                f"{where}: model_type {kind!r} is not supported: {name} is a convolution along the sequence, and the "
+                "trainer computes several sequences in one row"
+            )
 
 
 def check_weights(path: str, config: Any, family: Family) -> None:
@@ -145,7 +169,7 @@ def check_weights(path: str, config: Any, family: Family) -> None:
     if (folder := folder_of(path)) is None:
         return
     try:
-        model = _without_values(config, family, "float32")
+        model = without_values(config, family)
     except Exception as error:  # of any type: its fields are not checked before
         raise UnsupportedError(f"{path}: {_not_a_model(error)}") from error
     check_files(model, folder)
@@ -176,10 +200,11 @@ def _not_a_model(error: Exception) -> str:
 def tower_of_sizes(config: Any, dtype: str) -> VisionTower | None:
     """The same of the vision tower."""
     family = family_of(config.model_type, config.name_or_path)
-    return None if family.vision is None else VisionTower(_without_values(config, family, dtype), family.vision)
+    return None if family.vision is None else VisionTower(without_values(config, family, dtype), family.vision)
 
 
-def _without_values(config: Any, family: Family, dtype: str) -> Any:
+def without_values(config: Any, family: Family, dtype: str = "float32") -> Any:
+    """transformers' model of `config` on torch's meta device: shapes and no values."""
     with torch.device("meta"):
         auto_class = getattr(transformers, family.auto_class)
         # On this device grouped products, which are the default, take bfloat16 alone.

@@ -29,8 +29,10 @@ from tinker_local.backend.training.lora import lora
 from tinker_local.backend.training.lora.lora import Adapter, TensorSpec
 from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss import check_train_datum
+from tinker_local.backend.training.model.decoders import run_text
 from tinker_local.backend.training.model.decoders.transformers_positions import rotate_on
 from tinker_local.backend.training.model.load_model import load_model
+from tinker_local.backend.training.module_outputs import ModuleOutputs, watching
 from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.optimizers.optimizer import OptimizerState
 from tinker_local.backend.training.parallel.ranks import ONE_RANK, Ranks, fingerprint
@@ -267,6 +269,13 @@ class HFTrainer:
         """See `Trainer.rotations`. Ranks compute the same, and one may do it alone."""
         loaded = self._loaded
         return rotate_on(loaded.decoder, loaded.family, loaded.model.config, loaded.device)(layers, positions)
+
+    def module_outputs(self, input: RenderedInput) -> ModuleOutputs:
+        """See `Trainer.module_outputs`."""
+        loaded = self._loaded
+        with watching(loaded.model, input.length) as found:
+            run_text(loaded.model, loaded.family, loaded.weights, input)
+        return found
 
     def _sorted(
         self, work: Sequence[TrainWork]

@@ -116,12 +116,7 @@ def _compare(decoder: Decoder, model: Any, family: Family, weights: LargeWeights
     batch = LoraBatch({}, [], embeds[0].dtype, torch.float32, gradient=False)
     with weights.walk(backward=False) as walk, row_ranks.sharing():
         packed = decoder.forward(row, batch, None, walk).hidden.double()
-    alone: list[torch.Tensor] = []
-    with attending(modules, "eager"):
-        for x, p in zip(embeds, positions, strict=True):
-            with entering(modules.layers, weights):
-                output = modules(inputs_embeds=x[None], position_ids=_batched(p), use_cache=False)
-            alone.append(output.last_hidden_state[0].double())
+    alone = [_alone(modules, weights, x, p).double() for x, p in zip(embeds, positions, strict=True)]
     wanted = torch.cat(alone)[shared.own]
     squares = torch.stack([(packed - wanted).square().sum(), wanted.square().sum()])
     row_ranks.add_up(squares)  # so that all ranks come to the same conclusion
@@ -131,6 +126,24 @@ def _compare(decoder: Decoder, model: Any, family: Family, weights: LargeWeights
         raise UnsupportedError(
             f"its hidden states differ from transformers' by {difference:.2g} of their norm; allowed is {tolerance}"
         )
+
+
+def _alone(modules: Any, weights: LargeWeights, embeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The hidden states that transformers' decoder `modules`, with eager attention, give one sequence."""
+    with attending(modules, "eager"), entering(modules.layers, weights):
+        output = modules(inputs_embeds=embeds[None], position_ids=_batched(positions), use_cache=False)
+    hidden: torch.Tensor = output.last_hidden_state[0]
+    return hidden
+
+
+@torch.no_grad()
+def run_text(model: Any, family: Family, weights: LargeWeights, text: RenderedInput) -> None:
+    """Run the modules of transformers' `model` on a text, from the embedding on, for those who watch them."""
+    embedding = model.get_input_embeddings()
+    place = embedding.weight.device
+    ids = torch.from_numpy(text.token_ids.astype(np.int64)).to(place)
+    positions = torch.from_numpy(family.position_ids(model.config, text)).to(place)
+    _alone(model.get_submodule(family.decoder_path), weights, embedding(ids), positions)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
