@@ -21,6 +21,9 @@ It saves the training state and a sampler version when training ends, and every 
 from such a state. `--ask` trains nothing: it asks a sampler version about one picture.
 """
 
+# Imported where it is used is what takes long: what is wrong with options and pictures is said before.
+from __future__ import annotations
+
 import argparse
 import json
 import math
@@ -31,17 +34,19 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import PIL.Image
-import tinker_local.client as tinker
 from image_folders import Dataset, digits, open_image, read_folder
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from saving import NOTHING, RANDOM, add_options, connect, first_step, save, training_client
-from tinker_local.client import model_input
-from transformers import AutoImageProcessor
+from tinker_local.types import PromptLayout
+
+if TYPE_CHECKING:
+    import tinker_local.client as tinker
 
 SECONDS_BETWEEN_LINES = 5.0
 """Without a terminal, which shows a bar."""
@@ -50,7 +55,7 @@ DIGITS_SIDE = 64
 DIGITS_QUESTION = "Which digit?"
 QUESTION = "Which of these is in the image: {classes}?"
 
-Asked = tuple[tinker.ModelInput, str]
+Asked = tuple["tinker.ModelInput", str]
 """A prompt and its answer."""
 
 
@@ -75,6 +80,8 @@ class Task:
     """Prompts, training examples and answers in the model's chat format."""
 
     def __init__(self, client: tinker.TrainingClient, question: str, classes: list[str]) -> None:
+        from transformers import AutoImageProcessor
+
         self.tokenizer = client.get_tokenizer()
         self.processor = AutoImageProcessor.from_pretrained(client.get_info().model_data.tokenizer_id)
         self.question = question.replace("{classes}", ", ".join(classes))
@@ -82,6 +89,8 @@ class Task:
         self.max_tokens = max(len(self.answer(name)) for name in classes) + 2
 
     def prompt(self, image: PIL.Image.Image | Path) -> tinker.ModelInput:
+        from tinker_local.client import model_input
+
         return model_input(
             "<|im_start|>user\n",
             image,
@@ -95,6 +104,8 @@ class Task:
 
     def datum(self, asked: Asked) -> tinker.Datum:
         """Prompt and answer; only the answer is trained on."""
+        import tinker_local.client as tinker
+
         prompt, answer = asked[0], self.answer(asked[1])
         before = prompt.length - 1
         return tinker.Datum(
@@ -112,6 +123,8 @@ class Task:
 
     def answers(self, sampler: tinker.SamplingClient, asked: list[Asked]) -> list[str]:
         """What the model says to each prompt at temperature 0."""
+        import tinker_local.client as tinker
+
         params = tinker.SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
         futures = [sampler.sample(prompt, 1, params) for prompt, _ in asked]
         tokens = [future.result().sequences[0].tokens for future in futures]
@@ -148,6 +161,8 @@ def train(
     options: argparse.Namespace,
 ) -> tuple[list[dict[str, float]], float]:
     """Fine-tune on the training images; returns the lines of metrics.jsonl, and images per second."""
+    import tinker_local.client as tinker
+
     steps = options.steps or math.ceil(options.epochs * math.ceil(len(dataset.train) / options.batch_size))
     eval_every = options.eval_every or max(1, steps // 10)
     data = batches(task, dataset, options)
@@ -262,7 +277,7 @@ def run(options: argparse.Namespace, dataset: Dataset) -> Report:
     start = time.monotonic()
     with connect(options) as service:
         vision = options.train_vision
-        layout = tinker.PromptLayout("picture-first", options.side)
+        layout = PromptLayout("picture-first", options.side)
         client = training_client(
             service, options, rank=options.rank, seed=options.seed, train_vision=vision, layout=layout
         )
@@ -316,7 +331,7 @@ def ask(options: argparse.Namespace, dataset: Dataset) -> str:
         sampler = service.create_sampling_client(model_path=options.sampler).result()
         task = Task(client, options.question, dataset.classes)
         run = service.create_rest_client().get_training_run_by_tinker_path(options.sampler).result()
-        picture, side = open_image(options.ask), tinker.PromptLayout.of(run.user_metadata or {}).side
+        picture, side = open_image(options.ask), PromptLayout.of(run.user_metadata or {}).side
         if side is not None:
             picture.thumbnail((side, side))  # as in training; a smaller one stays as it is
         return task.answers(sampler, [(task.prompt(picture), "")])[0]
@@ -413,12 +428,14 @@ def main() -> int:
     parser.add_argument("--max-blank-accuracy", type=float, default=1.0, help="fail above this on blank images")
     options = parser.parse_args()
     options.console = Console()
+    if (options.ask is None) != (not options.sampler):
+        parser.exit(2, "error: --ask and --sampler belong together, and one of them is missing or empty\n")
     try:
         dataset = prepare(options)
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
-    if (options.ask is None) != (options.sampler is None):
-        parser.exit(2, "error: --ask and --sampler belong together\n")
+    import tinker_local.client as tinker
+
     try:
         if options.ask is not None:
             print(ask(options, dataset) or "(nothing)")

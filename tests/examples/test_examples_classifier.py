@@ -151,6 +151,17 @@ def test_classifier_says_what_is_wrong_with_a_folder_before_it_asks_a_server(tmp
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("arguments", [("--data", "missing"), ("--steps", "0"), ("--ask", "a.png", "--sampler", "")])
+def test_the_classifier_refuses_before_it_imports_what_takes_long(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    program = [sys.executable, "-X", "importtime", str(EXAMPLES / "vlm_classifier.py"), "--model", "m"]
+    done = subprocess.run([*program, *arguments], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert "\nerror: " in done.stderr
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "numpy" in imported
+    assert not imported & {"tinker", "torch", "transformers"}
+
+
 def test_a_folder_is_split_by_class_and_seed(image_folders: Any, tmp_path: Path) -> None:
     write_colours(tmp_path, 10)
     dataset = image_folders.read_folder(tmp_path, share=0.3, seed=1, side=None)
