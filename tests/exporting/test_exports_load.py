@@ -109,6 +109,26 @@ def test_a_vision_tower_that_was_trained_is_exported_with_the_rest(
     assert "vision tower" in (tmp_path / "o" / "README.md").read_text()
 
 
+@pytest.mark.parametrize("to", ["merged", "peft"])
+def test_the_card_names_the_pictures_that_were_trained_on(tuned: Make, tmp_path: Path, to: Any) -> None:
+    """As the program said for its run, or for the checkpoint."""
+    trained = tuned("qwen3_vl")
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(trained.checkpoint, folder)
+    said = {"tinker_local.prompt_order": "text-first", "tinker_local.picture_side": "32"}
+    described = {"training_run": {"user_metadata": said}, "user_metadata": {"tinker_local.picture_side": "64"}}
+    (folder / "checkpoint.json").write_text(json.dumps(described))
+    for given, line in (
+        (folder, "- trained with pictures after the text and pictures of at most 64 pixels a side\n"),
+        (trained.checkpoint, ""),
+    ):
+        export_checkpoint(given, tmp_path / "o", to=to, base=str(trained.model), check=False)
+        card = (tmp_path / "o" / "README.md").read_text()
+        assert line in card
+        assert ("trained with" in card) == bool(line)
+        shutil.rmtree(tmp_path / "o")
+
+
 def test_merged_model_in_several_files_is_the_same(tuned: Make, tmp_path: Path) -> None:
     trained = tuned("qwen3_vl")
     base = find_base(str(trained.model), "--base")
