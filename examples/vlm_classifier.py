@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES = 5.0
 """Without a terminal, which shows a bar."""
 
+LEARNED = 0.1
+"""An NLL below which answers are almost certain."""
+
 DIGITS_SIDE = 64
 DIGITS_QUESTION = "Which digit?"
 QUESTION = "Which of these is in the image: {classes}?"
@@ -61,7 +64,8 @@ Asked = tuple["tinker.ModelInput", str]
 
 @dataclass
 class Report:
-    """The results of a run; accuracies are shares of all held-out images, NLL is in nats per answer."""
+    """The results of a run; accuracies are shares of all held-out images, NLL is in nats per answer: `nll` of held-out
+    images, `train_nll` of the last batch, NaN if there was none."""
 
     base_accuracy: float
     accuracy: float
@@ -69,6 +73,7 @@ class Report:
     chance: float
     base_nll: float
     nll: float
+    train_nll: float
     train_images_per_second: float
     sampled_images_per_second: float
     seconds: float
@@ -307,6 +312,7 @@ def run(options: argparse.Namespace, dataset: Dataset) -> Report:
         chance=dataset.chance,
         base_nll=base_nll,
         nll=nll,
+        train_nll=metrics[-1].get("train_nll", math.nan),
         train_images_per_second=speed,
         sampled_images_per_second=len(images) / sampling,
         seconds=time.monotonic() - start,
@@ -353,9 +359,15 @@ def show(report: Report, dataset: Dataset, options: argparse.Namespace) -> None:
     options.console.print(f"sampler version: {report.sampler}", soft_wrap=True)
     options.console.print(f"curves: {options.out / 'curves.png'}    {report.seconds:.0f} s in all")
     if report.accuracy <= max(report.blank_accuracy, dataset.chance):
+        by_heart = report.train_nll < LEARNED < report.nll
         options.console.print(
-            "The model has not learned to look: it is right as often on blank images, or by chance. Where the curve "
-            "of the NLL still falls, train longer (--steps)."
+            "The model has not learned to look: it is right as often on blank images, or by chance. "
+            + (
+                f"It has learned its {len(dataset.train)} training images by heart (NLL {report.train_nll:.3f}, and "
+                f"{report.nll:.3f} on held-out ones): more images help, and more steps do not."
+                if by_heart
+                else "Where the curve of the NLL still falls, train longer (--steps)."
+            )
         )
 
 
