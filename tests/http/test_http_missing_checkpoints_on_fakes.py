@@ -15,7 +15,7 @@ async def api(start_api: StartApi, tmp_path: Path) -> Api:
 
 
 async def refusals(api: Api, key: str, path: str) -> list[str]:
-    """What `key` gets who samples from `path`, in a session and by name, and who loads it into a new run."""
+    """What `key` gets that samples from `path`, in a session and by name, or loads it into a new run."""
     session = await new_session(api, key)
     sampler = {"session_id": session, "sampling_session_seq_id": 1, "model_path": path}
     bodies: list[tuple[str, dict[str, Any]]] = [
@@ -35,12 +35,6 @@ async def refusals(api: Api, key: str, path: str) -> list[str]:
     return said
 
 
-@pytest.mark.mutation(
-    "names-of-others-in-errors",
-    "Store.no_checkpoint",
-    "self._in_time() & Owned(reader).checkpoints()",
-    "self._in_time()",
-)
 @pytest.mark.parametrize("kind", ["sampler_weights", "weights"])
 async def test_names_of_other_owners_are_not_in_errors_on_fakes(api: Api, kind: str) -> None:
     name = {"sampler_weights": "s", "weights": "w"}[kind]

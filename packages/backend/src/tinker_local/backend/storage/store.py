@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 DATABASE = "metadata.sqlite3"
 CHECKPOINTS = "checkpoints"
 
-MOST_NAMED = 3
+NAMED_IN_ERRORS = 3
 """Checkpoints that an error names."""
 
 EXAMINE_SECONDS = 5.0
@@ -372,8 +372,8 @@ class Store(Metadata):
         if reader is not None:
             own = self._in_time() & Owned(reader).checkpoints() & (tables.checkpoints.c.kind == kind)
             there = self._checkpoints(own & (tables.checkpoints.c.training_run_id == run)) or self._checkpoints(own)
-        named = ", ".join(record.tinker_path for record in there[:MOST_NAMED])
-        more = f" and {len(there) - MOST_NAMED} more" if len(there) > MOST_NAMED else ""
+        named = ", ".join(record.tinker_path for record in there[:NAMED_IN_ERRORS])
+        more = f" and {len(there) - NAMED_IN_ERRORS} more" if len(there) > NAMED_IN_ERRORS else ""
         known = f"; there {'is' if len(there) == 1 else 'are'} {named}{more}" if there else ""
         return NotFoundError(f"{field}: there is no checkpoint tinker://{run}/{kind}/{name}{known}")
 
