@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import PIL.Image
 from rich.progress import track
-from tinker_local.client import as_rgb, open_picture
+from tinker_local.types import as_rgb, open_picture
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 HELD_OUT_FOLDERS = ("validation", "val", "test")

@@ -1,10 +1,13 @@
 """What the examples share: where training begins, and what they save."""
 
+from __future__ import annotations
+
 import argparse
 import os
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import tinker_local.client as tinker
+if TYPE_CHECKING:
+    import tinker_local.client as tinker
 
 RANDOM = "random weights: too few steps"
 """What an example says if it learned nothing at all."""
@@ -29,6 +32,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def connect(options: argparse.Namespace) -> tinker.ServiceClient:
     """A session on the server; ends the program with one line if no server is there."""
+    import tinker_local.client as tinker  # takes seconds: after what is said about the options
+
     try:
         return tinker.ServiceClient(base_url=options.base_url)
     except tinker.APIConnectionError as error:

@@ -21,6 +21,9 @@ It saves the training state and a sampler version when training ends, and every 
 from such a state. `--ask` trains nothing: it asks a sampler version about one picture.
 """
 
+# Imported where it is used is what takes long: what is wrong with options and pictures is said before.
+from __future__ import annotations
+
 import argparse
 import json
 import math
@@ -31,32 +34,38 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import PIL.Image
-import tinker_local.client as tinker
 from image_folders import Dataset, digits, open_image, read_folder
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from saving import NOTHING, RANDOM, add_options, connect, first_step, save, training_client
-from tinker_local.client import model_input
-from transformers import AutoImageProcessor
+from tinker_local.types import PromptLayout
+
+if TYPE_CHECKING:
+    import tinker_local.client as tinker
 
 SECONDS_BETWEEN_LINES = 5.0
 """Without a terminal, which shows a bar."""
+
+LEARNED = 0.1
+"""An NLL below which answers are almost certain."""
 
 DIGITS_SIDE = 64
 DIGITS_QUESTION = "Which digit?"
 QUESTION = "Which of these is in the image: {classes}?"
 
-Asked = tuple[tinker.ModelInput, str]
+Asked = tuple["tinker.ModelInput", str]
 """A prompt and its answer."""
 
 
 @dataclass
 class Report:
-    """The results of a run; accuracies are shares of all held-out images, NLL is in nats per answer."""
+    """The results of a run; accuracies are shares of all held-out images, NLL is in nats per answer: `nll` of held-out
+    images, `train_nll` of the last batch, NaN if there was none."""
 
     base_accuracy: float
     accuracy: float
@@ -64,6 +73,7 @@ class Report:
     chance: float
     base_nll: float
     nll: float
+    train_nll: float
     train_images_per_second: float
     sampled_images_per_second: float
     seconds: float
@@ -75,6 +85,8 @@ class Task:
     """Prompts, training examples and answers in the model's chat format."""
 
     def __init__(self, client: tinker.TrainingClient, question: str, classes: list[str]) -> None:
+        from transformers import AutoImageProcessor
+
         self.tokenizer = client.get_tokenizer()
         self.processor = AutoImageProcessor.from_pretrained(client.get_info().model_data.tokenizer_id)
         self.question = question.replace("{classes}", ", ".join(classes))
@@ -82,6 +94,8 @@ class Task:
         self.max_tokens = max(len(self.answer(name)) for name in classes) + 2
 
     def prompt(self, image: PIL.Image.Image | Path) -> tinker.ModelInput:
+        from tinker_local.client import model_input
+
         return model_input(
             "<|im_start|>user\n",
             image,
@@ -95,6 +109,8 @@ class Task:
 
     def datum(self, asked: Asked) -> tinker.Datum:
         """Prompt and answer; only the answer is trained on."""
+        import tinker_local.client as tinker
+
         prompt, answer = asked[0], self.answer(asked[1])
         before = prompt.length - 1
         return tinker.Datum(
@@ -112,6 +128,8 @@ class Task:
 
     def answers(self, sampler: tinker.SamplingClient, asked: list[Asked]) -> list[str]:
         """What the model says to each prompt at temperature 0."""
+        import tinker_local.client as tinker
+
         params = tinker.SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
         futures = [sampler.sample(prompt, 1, params) for prompt, _ in asked]
         tokens = [future.result().sequences[0].tokens for future in futures]
@@ -148,6 +166,8 @@ def train(
     options: argparse.Namespace,
 ) -> tuple[list[dict[str, float]], float]:
     """Fine-tune on the training images; returns the lines of metrics.jsonl, and images per second."""
+    import tinker_local.client as tinker
+
     steps = options.steps or math.ceil(options.epochs * math.ceil(len(dataset.train) / options.batch_size))
     eval_every = options.eval_every or max(1, steps // 10)
     data = batches(task, dataset, options)
@@ -262,7 +282,7 @@ def run(options: argparse.Namespace, dataset: Dataset) -> Report:
     start = time.monotonic()
     with connect(options) as service:
         vision = options.train_vision
-        layout = tinker.PromptLayout("picture-first", options.side)
+        layout = PromptLayout("picture-first", options.side)
         client = training_client(
             service, options, rank=options.rank, seed=options.seed, train_vision=vision, layout=layout
         )
@@ -292,6 +312,7 @@ def run(options: argparse.Namespace, dataset: Dataset) -> Report:
         chance=dataset.chance,
         base_nll=base_nll,
         nll=nll,
+        train_nll=metrics[-1].get("train_nll", math.nan),
         train_images_per_second=speed,
         sampled_images_per_second=len(images) / sampling,
         seconds=time.monotonic() - start,
@@ -316,7 +337,7 @@ def ask(options: argparse.Namespace, dataset: Dataset) -> str:
         sampler = service.create_sampling_client(model_path=options.sampler).result()
         task = Task(client, options.question, dataset.classes)
         run = service.create_rest_client().get_training_run_by_tinker_path(options.sampler).result()
-        picture, side = open_image(options.ask), tinker.PromptLayout.of(run.user_metadata or {}).side
+        picture, side = open_image(options.ask), PromptLayout.of(run.user_metadata or {}).side
         if side is not None:
             picture.thumbnail((side, side))  # as in training; a smaller one stays as it is
         return task.answers(sampler, [(task.prompt(picture), "")])[0]
@@ -338,9 +359,15 @@ def show(report: Report, dataset: Dataset, options: argparse.Namespace) -> None:
     options.console.print(f"sampler version: {report.sampler}", soft_wrap=True)
     options.console.print(f"curves: {options.out / 'curves.png'}    {report.seconds:.0f} s in all")
     if report.accuracy <= max(report.blank_accuracy, dataset.chance):
+        by_heart = report.train_nll < LEARNED < report.nll
         options.console.print(
-            "The model has not learned to look: it is right as often on blank images, or by chance. Where the curve "
-            "of the NLL still falls, train longer (--steps)."
+            "The model has not learned to look: it is right as often on blank images, or by chance. "
+            + (
+                f"It has learned its {len(dataset.train)} training images by heart (NLL {report.train_nll:.3f}, and "
+                f"{report.nll:.3f} on held-out ones): more images help, and more steps do not."
+                if by_heart
+                else "Where the curve of the NLL still falls, train longer (--steps)."
+            )
         )
 
 
@@ -413,12 +440,14 @@ def main() -> int:
     parser.add_argument("--max-blank-accuracy", type=float, default=1.0, help="fail above this on blank images")
     options = parser.parse_args()
     options.console = Console()
+    if (options.ask is None) != (not options.sampler):
+        parser.exit(2, "error: --ask and --sampler belong together, and one of them is missing or empty\n")
     try:
         dataset = prepare(options)
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
-    if (options.ask is None) != (options.sampler is None):
-        parser.exit(2, "error: --ask and --sampler belong together\n")
+    import tinker_local.client as tinker
+
     try:
         if options.ask is not None:
             print(ask(options, dataset) or "(nothing)")

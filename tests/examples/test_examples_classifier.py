@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -112,9 +113,10 @@ def test_classifier_learns_a_folder_of_images_per_class(real_server: Any, tmp_pa
     assert last["validation_nll"] < 0.5 < first["validation_nll"]
 
 
+@pytest.mark.parametrize("train_nll", [0.01, 0.9, math.nan])
 @pytest.mark.parametrize(("accuracy", "blank", "warned"), [(0.25, 0.25, True), (0.3, 0.4, True), (0.9, 0.3, False)])
 def test_a_model_that_has_not_learned_to_look_is_said(
-    accuracy: float, blank: float, warned: bool, image_folders: Any, tmp_path: Path
+    accuracy: float, blank: float, warned: bool, train_nll: float, image_folders: Any, tmp_path: Path
 ) -> None:
     classifier = importlib.import_module("vlm_classifier")
     dataset = image_folders.read_folder(write_colours(tmp_path, 5), share=0.2, seed=0, side=None)
@@ -124,14 +126,17 @@ def test_a_model_that_has_not_learned_to_look_is_said(
         "base_accuracy": 0,
         "base_nll": 1,
         "nll": 1,
+        "train_nll": train_nll,
         "train_images_per_second": 1,
         "sampled_images_per_second": 1,
     }
     paths = {"seconds": 1, "checkpoint": "", "sampler": ""}
     report = classifier.Report(accuracy=accuracy, blank_accuracy=blank, chance=dataset.chance, **numbers, **paths)
     classifier.show(report, dataset, options)
-    warns = "has not learned to look" in shown.export_text()
-    assert warns == warned
+    said = " ".join(shown.export_text().split())
+    assert ("has not learned to look" in said) == warned
+    assert ("has learned its 12 training images by heart (NLL 0.010," in said) == (warned and train_nll == 0.01)
+    assert ("train longer" in said) == (warned and train_nll != 0.01)
 
 
 def test_classifier_says_what_is_wrong_with_a_folder_before_it_asks_a_server(tmp_path: Path) -> None:
@@ -149,6 +154,17 @@ def test_classifier_says_what_is_wrong_with_a_folder_before_it_asks_a_server(tmp
     assert all(f"{file}: no image that can be read" in done.stderr for file in (broken, other))
     assert f"{tmp_path}: skipped are 2 .heic, 1 .gif; read are .bmp, .jpeg, .jpg, .png, .webp" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("--data", "missing"), ("--steps", "0"), ("--ask", "a.png", "--sampler", "")])
+def test_the_classifier_refuses_before_it_imports_what_takes_long(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    program = [sys.executable, "-X", "importtime", str(EXAMPLES / "vlm_classifier.py"), "--model", "m"]
+    done = subprocess.run([*program, *arguments], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert "\nerror: " in done.stderr
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "numpy" in imported
+    assert not imported & {"tinker", "torch", "transformers"}
 
 
 def test_a_folder_is_split_by_class_and_seed(image_folders: Any, tmp_path: Path) -> None:

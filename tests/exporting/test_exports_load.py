@@ -36,7 +36,10 @@ def test_peft_loads_an_export_without_a_key_mapping_and_computes_what_was_traine
     tuned: Make, tmp_path: Path, family: str, layout: str
 ) -> None:
     trained = tuned(family)
-    exported = export_checkpoint(getattr(trained, layout), tmp_path / "a", to="peft", base=str(trained.model))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        exported = export_checkpoint(getattr(trained, layout), tmp_path / "a", to="peft", base=str(trained.model))
+    assert not [each for each in caught if "tie_word_embeddings" in str(each.message)]  # it says so itself
     assert exported.checked is not None
     assert exported.checked.agrees
     assert exported.checked.effect > 0.5
@@ -107,6 +110,26 @@ def test_a_vision_tower_that_was_trained_is_exported_with_the_rest(
         model = peft.PeftModel.from_pretrained(model, str(tmp_path / "o")).eval()
     trained.assert_near(hf_logprobs(model, asked(trained.model)))
     assert "vision tower" in (tmp_path / "o" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("to", ["merged", "peft"])
+def test_the_card_names_the_pictures_that_were_trained_on(tuned: Make, tmp_path: Path, to: Any) -> None:
+    """As the program said for its run, or for the checkpoint."""
+    trained = tuned("qwen3_vl")
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(trained.checkpoint, folder)
+    said = {"tinker_local.prompt_order": "text-first", "tinker_local.picture_side": "32"}
+    described = {"training_run": {"user_metadata": said}, "user_metadata": {"tinker_local.picture_side": "64"}}
+    (folder / "checkpoint.json").write_text(json.dumps(described))
+    for given, line in (
+        (folder, "- trained with pictures after the text and pictures of at most 64 pixels a side\n"),
+        (trained.checkpoint, ""),
+    ):
+        export_checkpoint(given, tmp_path / "o", to=to, base=str(trained.model), check=False)
+        card = (tmp_path / "o" / "README.md").read_text()
+        assert line in card
+        assert ("trained with" in card) == bool(line)
+        shutil.rmtree(tmp_path / "o")
 
 
 def test_merged_model_in_several_files_is_the_same(tuned: Make, tmp_path: Path) -> None:

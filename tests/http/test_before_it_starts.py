@@ -154,16 +154,18 @@ def test_a_name_of_a_hub_that_cannot_be_reached_is_a_line(monkeypatch: pytest.Mo
     source = ModelSource("a/model", "a/model")
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
     (found,) = check_model(source, BackendOptions())
-    assert (found.level, found.text) == (
-        "problem",
-        "there is no folder a/model, and no model of that name in the hub's cache; HF_HUB_OFFLINE forbids a download",
+    missing = (
+        "there is no folder a/model, and no model of that name in the hub's cache; HF_HUB_OFFLINE forbids a download. "
     )
+    assert (found.level, found.text.startswith(missing)) == ("problem", True)
+    assert "tinker-local small-model --out FOLDER" in found.text
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.delenv("HTTPS_PROXY", raising=False)
     monkeypatch.delenv("https_proxy", raising=False)
     (found,) = check_model(source, BackendOptions())
     assert (found.level, "127.0.0.1:9 does not answer" in found.text) == ("problem", True)
+    assert "tinker-local small-model --out FOLDER" in found.text
     monkeypatch.setenv("HTTPS_PROXY", "http://me:secret@proxy:3128")
     (found,) = check_model(source, BackendOptions())
     assert (found.level, "proxy:3128" in found.text, "secret" in found.text) == ("ok", True, False)

@@ -89,6 +89,14 @@ def test_what_is_wrong_is_one_line_on_fakes(loopback_server: LoopbackServer, lin
     assert result.output.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", [("chat", ""), ("export", "", "out", "--to", "peft")])
+def test_a_variable_that_is_not_set_is_said_on_fakes(command: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(main, command)
+    assert done.exit_code == 2
+    assert "'CHECKPOINT': it is empty, as a variable is that this terminal has not set" in done.output
+    assert "$SAMPLER" in done.output
+
+
 def test_a_missing_server_or_a_wrong_key_is_one_line_on_fakes(loopback_server: LoopbackServer) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

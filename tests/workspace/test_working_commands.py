@@ -2,6 +2,9 @@
 
 import asyncio
 import importlib.util
+import io
+import os
+import pty
 import re
 import sys
 import time
@@ -15,6 +18,7 @@ from tinker_local.backend.cli.main import main
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 from tinker_local.backend.models import load_engines
 from tinker_local.backend.models.served_models import Engines
+from tqdm import tqdm
 
 
 def test_a_stage_is_said_as_it_begins_and_again_while_it_lasts(
@@ -42,10 +46,39 @@ def test_a_terminal_shows_a_name_as_it_is(monkeypatch: pytest.MonkeyPatch, capsy
     assert "/models/[/old] and [y]" in capsys.readouterr().err
 
 
+def test_a_terminal_has_one_bar_while_tqdm_shows_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(working, "REDRAW", 0.01)
+    with working.working("reading"):
+        with tqdm(total=2, file=io.StringIO()):
+            capsys.readouterr()
+            time.sleep(0.1)
+            during = capsys.readouterr().err
+        said = ""
+        while "reading" not in said:
+            said += capsys.readouterr().err
+    assert during.count("reading") <= 1  # what was being drawn
+
+
+def test_a_closed_terminal_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", stream := os.fdopen(theirs, "w"))
+    with working.working("reading") as now:
+        os.close(ours)
+        now("writing")
+    assert now.ended
+    with pytest.raises(OSError, match="Input/output error"):  # what was not written
+        stream.close()
+
+
 def test_a_stage_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no disk"), working.working("reading") as now:
         raise ValueError("no disk")
-    assert now._ended.is_set()
+    assert now.ended
 
 
 async def test_a_start_is_told_again_while_it_lasts_on_fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -43,6 +43,16 @@ def data_dir_option(text: str) -> Callable[[Command], Command]:
     )
 
 
+def not_empty(_context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """The callback of an argument that a shell's variable may give."""
+    if not value.strip():
+        raise click.BadParameter(
+            "it is empty, as a variable is that this terminal has not set; with $SAMPLER and $STATE of an example, "
+            "first read the paths.sh in its folder: `. runs/pictures/paths.sh`"
+        )
+    return value
+
+
 def each_value(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], Any]:
     """The callback of an option that may be repeated: a tuple of what `parse` makes of each value."""
 

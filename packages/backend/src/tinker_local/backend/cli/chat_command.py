@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import click
-from tinker_local.backend.cli.backend_options import Number, WholeNumber
+from tinker_local.backend.cli.backend_options import Number, WholeNumber, not_empty
 from tinker_local.backend.cli.server_client import open_client, refusal, server_options, unreachable
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def as_sent(file: Path, data: bytes, side: int | None) -> bytes:
 
 
 @click.command()
-@click.argument("checkpoint")
+@click.argument("checkpoint", callback=not_empty)
 @click.option(
     "--image",
     "images",

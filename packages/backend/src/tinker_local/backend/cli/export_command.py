@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-from tinker_local.backend.cli.backend_options import data_dir_option
+from tinker_local.backend.cli.backend_options import data_dir_option, not_empty
 from tinker_local.backend.cli.install_engine import require_torch
 from tinker_local.backend.cli.working import working
 
 
 @click.command()
-@click.argument("checkpoint")
+@click.argument("checkpoint", callback=not_empty)
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
     "--to",

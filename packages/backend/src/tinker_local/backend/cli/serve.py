@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from tinker_local.backend.options import LOGS, BackendOptions, ModelSource
 if TYPE_CHECKING:
     from rich.console import Console
     from tinker_local.backend.cli.terminal_log import TerminalLog
+    from tinker_local.backend.cli.working import Bar
     from tinker_local.backend.control.callers import KeyFile
     from tinker_local.backend.http.forwarded import Network
     from tinker_local.backend.http.log_files import LogFile
@@ -76,9 +77,11 @@ class ServerLogs:
                 file.close()
 
 
-def open_logs(files: "Mapping[str, str | None]", *, verbose: bool, as_objects: bool) -> ServerLogs:
-    """The logs of requests, each in the file of its option (two options may name one file), and standard error for
-    warnings, for what the server tells its operator, and if `verbose` for more."""
+def open_logs(
+    files: "Mapping[str, str | None]", *, verbose: bool, as_objects: bool, bar: "Bar | None" = None
+) -> ServerLogs:
+    """The logs of requests, each in the file of its option (two options may name one file), and standard error, above
+    `bar`, for warnings, for what the server tells its operator, and if `verbose` for more."""
     from tinker_local.backend.cli.terminal_log import TerminalLog
     from tinker_local.backend.http.log_files import LogFile
     from tinker_local.backend.http.notices import NOTICES
@@ -90,7 +93,7 @@ def open_logs(files: "Mapping[str, str | None]", *, verbose: bool, as_objects: b
                 opened[path] = LogFile(path)
             except OSError as error:
                 raise click.BadParameter(f"{path}: {error.strerror}", param_hint=option) from None
-    terminal = TerminalLog(as_objects=as_objects)
+    terminal = TerminalLog(as_objects=as_objects, bar=bar)
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[terminal])
     NOTICES.setLevel(logging.DEBUG if verbose else logging.INFO)
     access, audit = (None if path is None else opened[path] for path in files.values())
@@ -192,24 +195,27 @@ def serve(
         keep_freed_memory()  # what is imported below starts threads
 
     from rich.console import Console
-    from tinker_local.backend.cli.start_up_noise import silence
-    from tinker_local.backend.http.access import is_loopback
+    from tinker_local.backend.cli.working import Bar, on_terminal
 
-    console = Console(highlight=False, soft_wrap=True, emoji=False)
-    silence()
-    if not is_loopback(host) and api_key_file is None:
-        raise click.UsageError(f"--host {host} can be reached by other machines; pass --api-key-file")
-    keys = None if api_key_file is None else read_keys(api_key_file)
-    files = {"--access-log": access_log, "--audit-log": audit_log}
-    logs = open_logs(files, verbose=verbose, as_objects=log_json)
-    chosen = BackendOptions(**options)
-    _tell_unused(click.get_current_context())
-    try:
-        _check(models, chosen, fake)
-    except click.UsageError:
-        logs.close()
-        raise
-    _serve(console, models, chosen, host, port, keys, proxies, fake, logs)
+    with Bar("starting") if on_terminal() and not log_json else nullcontext() as bar:
+        from tinker_local.backend.cli.start_up_noise import silence
+        from tinker_local.backend.http.access import is_loopback
+
+        console = Console(highlight=False, soft_wrap=True, emoji=False)
+        silence()
+        if not is_loopback(host) and api_key_file is None:
+            raise click.UsageError(f"--host {host} can be reached by other machines; pass --api-key-file")
+        keys = None if api_key_file is None else read_keys(api_key_file)
+        files = {"--access-log": access_log, "--audit-log": audit_log}
+        logs = open_logs(files, verbose=verbose, as_objects=log_json, bar=bar)
+        chosen = BackendOptions(**options)
+        _tell_unused(click.get_current_context())
+        try:
+            _check(models, chosen, fake)
+        except click.UsageError:
+            logs.close()
+            raise
+        _serve(console, models, chosen, host, port, keys, proxies, fake, logs, bar)
 
 
 def _tell_unused(context: click.Context) -> None:
@@ -252,6 +258,7 @@ def _serve(
     proxies: "Sequence[Network]",
     fake: bool,
     logs: "ServerLogs",
+    bar: "Bar | None",
 ) -> None:
     from tinker_local.backend.backend import InProcessBackend
     from tinker_local.backend.http.listening import bind, url_of
@@ -278,6 +285,8 @@ def _serve(
     notices = Notices(backend)
 
     def ready() -> None:
+        if bar is not None:
+            bar.end()
         say(f"data folder: {options.data_dir}")
         say(f"[bold green]ready:[/bold green] {url_of(listening)}")
 
@@ -296,6 +305,8 @@ def _serve(
     except (ApiError, ValueError, RuntimeError, OSError) as error:
         raise click.ClickException(str(error)) from error
     finally:
+        if bar is not None:
+            bar.end()
         logs.close()
     say("stopped" if loaded else "stopped while models were loading")
     if loaded:  # else a thread still loads models, and uses what these take away

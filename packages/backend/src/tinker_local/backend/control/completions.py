@@ -360,7 +360,7 @@ class Completions:
                     read_as_public=read_as_public,
                     must_record=False,
                 )
-            except InvalidRequestError as error:
+            except (InvalidRequestError, NotFoundError) as error:
                 raise _about_model(error, name) from None
         return own.samplers[name], first
 
@@ -468,12 +468,12 @@ def _tool_format(named: Named) -> ToolFormat:
     return engines.tools
 
 
-def _about_model(error: InvalidRequestError, name: str) -> InvalidRequestError | NotFoundError:
+def _about_model(error: InvalidRequestError | NotFoundError, name: str) -> InvalidRequestError | NotFoundError:
     """In the words of these APIs, whose field is `model`; a name that is not served is unknown, as theirs are."""
     field, _, reason = str(error).partition(": ")
     if field not in ("base_model", "model_path"):
         return error
-    if "is not served here" in reason:
+    if isinstance(error, NotFoundError) or "is not served here" in reason:
         return NotFoundError(f"model: {reason}")
     return InvalidRequestError(f"model: {reason}")
 

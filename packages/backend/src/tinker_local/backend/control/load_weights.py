@@ -131,7 +131,8 @@ class LoadWeights:
                 f"path: {request.path} was saved for {'sampling' if kind == 'sampler_weights' else 'download'}; "
                 f"training goes on from tinker://{run}/weights/..."
             )
-        record = await DATABASE.run(self._store.existing_checkpoint, run, kind, name, "path")
+        reader = await self._sessions.owner_of(request.model_id or request.session_id or "")
+        record = await DATABASE.run(self._store.existing_checkpoint, run, kind, name, "path", reader)
         if request.optimizer and not record.has_optimizer:
             raise InvalidRequestError(f"path: {request.path} holds no optimizer state")
         return record

@@ -149,8 +149,8 @@ class Sampling:
         session_id = sampling_id_in(request.session_id, request.sampling_session_seq_id)
         if session_id in self._open:
             return self._same(session_id, request)
-        await self._sessions.require(request.session_id)
-        checkpoint = None if request.model_path is None else await self._checkpoint(request.model_path)
+        reader = (await self._sessions.require(request.session_id)).owner
+        checkpoint = None if request.model_path is None else await self._checkpoint(request.model_path, reader)
         if checkpoint is None and request.base_model is None:
             raise InvalidRequestError("base_model: give base_model or model_path")
         name = self._base_models.served_name(request.base_model or (checkpoint.base_model if checkpoint else ""))
@@ -237,9 +237,9 @@ class Sampling:
                 f"the sampler {sampling_session_id} was of an ephemeral save, and the server was restarted since; "
                 "save again, or use save_weights_for_sampler(name), which survives"
             )
-        checkpoint = None if record.model_path is None else await self._checkpoint(record.model_path)
-        base = self._base_models.get(record.base_model)
         owner = LOCAL_OWNER if parent is None else parent.owner
+        checkpoint = None if record.model_path is None else await self._checkpoint(record.model_path, owner)
+        base = self._base_models.get(record.base_model)
         if record.read_as_public is None and checkpoint is not None:
             own = owner in (ADMIN, await self._sessions.owner_of(checkpoint.training_run_id))
             record = replace(record, read_as_public=not own)
@@ -278,7 +278,7 @@ class Sampling:
         except InternalError as error:
             raise GoneError(str(error)) from None
 
-    async def _checkpoint(self, path: str) -> CheckpointRecord:
+    async def _checkpoint(self, path: str, reader: str) -> CheckpointRecord:
         run, kind, name = parse_tinker_path(path, "model_path")
         if kind == "weights":
             raise InvalidRequestError(
@@ -291,7 +291,7 @@ class Sampling:
                 f"model_path: {path} is an export; sample from what save_weights_for_sampler saved "
                 f"(tinker://{run}/sampler_weights/...)"
             )
-        record = await DATABASE.run(self._store.existing_checkpoint, run, kind, name, "model_path")
+        record = await DATABASE.run(self._store.existing_checkpoint, run, kind, name, "model_path", reader)
         if record.unusable != "":
             await DISK.run(self._store.refuse_unusable, record, "model_path")
         return record

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -73,7 +74,7 @@ class Checked:
     def __str__(self) -> str:
         image = f" with {self.images} image" if self.images else ""
         limit = f"{'largest' if self.dtype == 'float32' else 'mean'} allowed {self.limit:.2g}"
-        weak = "; the adapter hardly changes this probe" if self.effect <= 10 * self.largest else ""
+        weak = "; that is little beside the difference, and proves little" if self.effect <= 10 * self.largest else ""
         return (
             f"{self.library} and the trainer differ by {self.largest:.1e} nats at most, {self.mean:.1e} on average, in "
             f"{self.positions} logprobs{image} ({self.dtype}, {limit}); the adapter changes them by up to "
@@ -214,7 +215,10 @@ def _loaded_logprobs(folder: Path, trained: Trained, to: str, device: str, probe
     if to != "merged":
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, str(folder))
+        with warnings.catch_warnings():
+            # Of merging, which this does not do, and of which `export_checkpoint` itself warns.
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
+            model = PeftModel.from_pretrained(model, str(folder))
     model.eval()
     found = []
     for prompt in probe.prompts:

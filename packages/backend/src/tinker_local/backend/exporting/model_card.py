@@ -44,6 +44,7 @@ def write_card(folder: Path, out: Path, trained: Trained, to: Target, checked: s
         f"- made from: `{trained.source.name}`",
         f"- base model: `{base.path}`",
         f"- adapter: rank {config.rank}, on {', '.join(parts)}",
+        *([f"- trained with {words}"] if (words := trained.source.layout.words()) else []),
         f"- checked: {checked}",
         "",
         *_usage(out, trained, to),

@@ -20,18 +20,20 @@ from tinker_local.backend.storage.checkpoint_folders import REMOVING, UNFINISHED
 from tinker_local.backend.storage.model_paths import model_paths
 from tinker_local.backend.storage.names import parse_tinker_path, safe_segment
 from tinker_local.backend.weights.joined_names import EXPERTS_GATE_UP
-from tinker_local.types import InvalidRequestError, LoraConfig, NotFoundError
+from tinker_local.types import InvalidRequestError, LoraConfig, NotFoundError, PromptLayout
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFolder:
     """The files of an adapter. `name`: its tinker path if it is known, else the folder. `base_name`: of the base model
-    as clients call it, maybe empty. `base_path`: the folder or hub name that a server served under it, if recorded."""
+    as clients call it, maybe empty. `base_path`: the folder or hub name that a server served under it, if recorded.
+    `layout`: how its program put pictures into prompts, if it said so for the checkpoint or for its run."""
 
     folder: Path
     name: str
     base_name: str
     base_path: str | None
+    layout: PromptLayout
 
 
 def find_checkpoint(checkpoint: str, data_dir: Path) -> CheckpointFolder:
@@ -54,7 +56,14 @@ def find_checkpoint(checkpoint: str, data_dir: Path) -> CheckpointFolder:
     absolute = folder.absolute()
     its_data = absolute.parents[3] if len(absolute.parents) > 3 else data_dir
     known = model_paths(its_data) if described else model_paths(data_dir)
-    return CheckpointFolder(folder, str(described.get("tinker_path") or folder), base_name, known.get(base_name))
+    name = str(described.get("tinker_path") or folder)
+    return CheckpointFolder(folder, name, base_name, known.get(base_name), _layout(described))
+
+
+def _layout(described: Mapping[str, Any]) -> PromptLayout:
+    """What the metadata of a description's run and checkpoint say, as the server reads it."""
+    found = [each.get("user_metadata") for each in (described.get("training_run"), described) if isinstance(each, dict)]
+    return PromptLayout.of({key: value for each in found if isinstance(each, dict) for key, value in each.items()})
 
 
 def _folder_of(path: str, data_dir: Path) -> Path:

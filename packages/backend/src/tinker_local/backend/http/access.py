@@ -407,7 +407,8 @@ async def check_readable(request: Request, field: str, path: str, token: str | N
         return "own"
     record = await DATABASE.run(backend.store.get_checkpoint, run, kind, name)
     if record is None or not record.public:
-        raise NotFoundError(f"{field}: there is no checkpoint {path}")
+        reader = caller_of(request).owner
+        raise await DATABASE.run(backend.store.no_checkpoint, run, kind, name, field, reader)
     return "public"
 
 

@@ -56,6 +56,9 @@ log = logging.getLogger(__name__)
 DATABASE = "metadata.sqlite3"
 CHECKPOINTS = "checkpoints"
 
+NAMED_IN_ERRORS = 3
+"""Checkpoints that an error names."""
+
 EXAMINE_SECONDS = 5.0
 """For which a start examines checkpoints of an older server; the others follow while it serves."""
 
@@ -353,12 +356,26 @@ class Store(Metadata):
         found = self._checkpoints(_named(training_run_id, kind, name) & self._in_time())
         return found[0] if found else None
 
-    def existing_checkpoint(self, run: str, kind: CheckpointKind, name: str, field: str) -> CheckpointRecord:
-        """The checkpoint; NotFoundError naming `field` if there is none."""
+    def existing_checkpoint(
+        self, run: str, kind: CheckpointKind, name: str, field: str, reader: str | None = None
+    ) -> CheckpointRecord:
+        """The checkpoint; NotFoundError naming `field` if there is none, with those of the owner `reader` if given."""
         record = self.get_checkpoint(run, kind, name)
         if record is None:
-            raise NotFoundError(f"{field}: there is no checkpoint tinker://{run}/{kind}/{name}")
+            raise self.no_checkpoint(run, kind, name, field, reader)
         return record
+
+    def no_checkpoint(self, run: str, kind: CheckpointKind, name: str, field: str, reader: str | None) -> NotFoundError:
+        """That there is no such checkpoint, with the newest of this kind that the owner `reader` has: those of the run
+        if there are any. It says the same of what does not exist and of what is another owner's."""
+        there: list[CheckpointRecord] = []
+        if reader is not None:
+            own = self._in_time() & Owned(reader).checkpoints() & (tables.checkpoints.c.kind == kind)
+            there = self._checkpoints(own & (tables.checkpoints.c.training_run_id == run)) or self._checkpoints(own)
+        named = ", ".join(record.tinker_path for record in there[:NAMED_IN_ERRORS])
+        more = f" and {len(there) - NAMED_IN_ERRORS} more" if len(there) > NAMED_IN_ERRORS else ""
+        known = f"; there {'is' if len(there) == 1 else 'are'} {named}{more}" if there else ""
+        return NotFoundError(f"{field}: there is no checkpoint tinker://{run}/{kind}/{name}{known}")
 
     def list_checkpoints(self, training_run_id: str) -> list[CheckpointRecord]:
         """The checkpoints of one run, newest first."""
