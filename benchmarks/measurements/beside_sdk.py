@@ -104,7 +104,8 @@ class Program:
             sampler = self.client.save_weights_and_get_sampling_client().result()
             seed = self.settings["seed"] * 1000 + step
             found = self.sample(sampler, [each["ids"] for each in chosen], self.settings["group"], 1.0, seed)
-            rows, rewards = [], []
+            rows: list[PolicyRow] = []
+            rewards: list[float] = []
             for each, sequences in zip(chosen, found, strict=True):
                 texts = [self.tokenizer.decode(one.tokens, skip_special_tokens=True) for one in sequences]
                 rewards += (own := [sum_reward(text, each["answer"]) for text in texts])
@@ -121,7 +122,7 @@ class Program:
         for step, rollout in enumerate(json.loads(Path(self.settings["replay"]).read_text())):
             begin = time.perf_counter()
             names = ("prompts", "sampled", "advantages")
-            rows = [
+            rows: list[PolicyRow] = [
                 (prompt, sampled, [], advantage)
                 for prompt, sampled, advantage in zip(*(rollout[name] for name in names), strict=True)
             ]

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from tinker_local.backend.weights.codes import Bits, from_codes, group_of, to_codes
+from tinker_local.backend.weights.codes import from_codes, to_codes
 from tinker_local.backend.weights.dense import DenseMatrix
 from tinker_local.backend.weights.packed import PackedLinear, PackedMatrix, is_packed, pack_layers, packed
+from tinker_local.backend.weights.precision import Bits, group_of
 from tinker_local.types import UnsupportedError
 
 LARGEST = {8: 127, 4: 7}

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tinker_local.backend.options import Precision
 from tinker_local.backend.weights.codes import from_codes, inputs_of, to_codes
 from tinker_local.backend.weights.dense import concatenated, dense
 from tinker_local.backend.weights.frozen_matrix import FrozenMatrix
@@ -131,7 +130,7 @@ def packed(modules: Sequence[torch.nn.Linear]) -> FrozenMatrix:
     return PackedMatrix(joined[CODES], joined[SCALES], parts[0].matrix().dtype)
 
 
-def pack_layers(decoder: torch.nn.Module, precision: Precision, where: str, device: torch.device | None = None) -> None:
+def pack_layers(decoder: torch.nn.Module, precision: str, where: str, device: torch.device | None = None) -> None:
     """Replace the projections in the layers of transformers' `decoder` by packed ones, which are made on `device`, one
     at a time. UnsupportedError if it has none that can be packed."""
     found = [

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from tinker_local.backend.options import Precision
-
 Bits = Literal[8, 4]
 
-BITS: Mapping[Precision, Bits] = {"int8": 8, "int4": 4}
+BITS: Mapping[str, Bits] = {"int8": 8, "int4": 4}
+"""By the names of `options.Precision`, which are kinds of frozen matrices."""
 
 GROUPS = (128, 64, 32)
 """How many numbers of a row may share a scale. Narrow models have rows that 128 does not divide."""
