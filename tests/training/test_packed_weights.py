@@ -117,5 +117,5 @@ def test_projections_of_layers_are_packed(path: str, inputs: int, expected: bool
 
 
 def test_layers_without_a_matrix_to_pack_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"^folder: int4: its layers have no down_proj, gate_proj, "):
+    with pytest.raises(UnsupportedError, match=r"^folder: int4: its layers have none of down_proj, gate_proj, "):
         pack_layers(torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(64, 64)])}), "int4", "folder")

@@ -134,7 +134,7 @@ def test_the_plan_takes_the_options_that_a_refusal_advises() -> None:
     assert fit("--gpu=2x4090") > usual, "one trains and one samples"
     apart = planned("Qwen/Qwen3-8B", "--gpu=2xRTX 5090", "--sample-gpus=1").output
     assert apart.splitlines()[1].endswith("up to 40,960 positions; trains on GPU 0 and samples on GPU 1")
-    assert planned("--gpu=4090", "Qwen/Qwen3-8B").output.endswith("; serve it with --max-context-length 3072\n")
+    assert planned("--gpu=4090", "Qwen/Qwen3-8B").output.endswith(f"; serve it with --max-context-length {usual}\n")
     assert "there is no GPU 2" in planned("Qwen/Qwen3-8B", "--gpu=2xH100", "--sample-gpus=2").output
 
 
