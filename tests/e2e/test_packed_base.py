@@ -13,6 +13,7 @@ from tinker_local.types import LoraConfig, UnsupportedError
 from tests.conftest import Server, start_server
 from tests.e2e.conftest import SdkDriver
 from tests.e2e.test_agreement import TOLERANCE, difference, inputs_of, sampler_logprobs, train, trainer_logprobs
+from tests.families.test_other_families import tiny
 
 
 @pytest.fixture(scope="module", params=["int8", "int4"])
@@ -42,8 +43,21 @@ def test_trainer_and_sampler_agree_in_fewer_bits(packed_server: Any, real_sdk: A
     assert difference(trained, base) > 0.2
 
 
-def test_what_cannot_be_packed_is_refused(start_in_process: Any, tmp_path: Path) -> None:
-    path = make_tiny_text_model(tmp_path / "experts", family="qwen3_moe")
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("qwen3_moe", "mixtures of experts cannot be packed yet"),
+        ("persimmon", "nothing of a model of type persimmon is"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused_before_it_is_loaded(
+    family: Any, why: str, start_in_process: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "model"
+    if family == "persimmon":
+        tiny(family, path)
+    else:
+        make_tiny_text_model(path, family=family)
     options = BackendOptions(data_dir=tmp_path / "data", base_precision="int4")
-    with pytest.raises(UnsupportedError, match="int4 weights are not made of experts yet"):
+    with pytest.raises(UnsupportedError, match=rf"/model: --base-precision int4: {why}"):
         start_in_process(InProcessBackend([ModelSource("m", str(path))], options))

@@ -20,8 +20,11 @@ from tinker_local.backend.weights.memory_holder import MemoryHolder
 from tinker_local.backend.weights.packed import PackedLinear
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tests.families.test_other_families import tiny
 from tests.sampling.test_shared_weights import SEEING, lent_to, logprobs, write_model
 
+OTHERS = ("phi3", "starcoder2")
+"""Without a family: one has joined projections, the other an MLP whose names are not known."""
 TOKENS = np.arange(5, 60)
 
 
@@ -79,19 +82,17 @@ def expected_logprobs(folder: str, seeing: bool, weights: dict[str, torch.Tensor
         ("qwen3_vl", "int4"),
         *(
             pytest.param(family, precision, marks=pytest.mark.more)
-            for family, precision in (
-                ("qwen3", "int4"),
-                ("gemma3", "int8"),
-                ("qwen3_5_text", "int8"),
-                ("llama", "int8"),
-            )
+            for family, precision in {
+                **{"qwen3": "int4", "gemma3": "int8", "qwen3_5_text": "int8", "llama": "int8"},
+                **dict.fromkeys(OTHERS, "int4"),
+            }.items()
         ),
     ],
 )
 async def test_both_engines_compute_with_what_the_codes_stand_for(
     family: Any, precision: str, holder: MemoryHolder, tmp_path: Path
 ) -> None:
-    folder = write_model(family, tmp_path / "model")
+    folder = str(tiny(family, tmp_path / "model")) if family in OTHERS else write_model(family, tmp_path / "model")
     config = TrainerConfig(folder, name="tiny", dtype="float32", device="cpu", weights=precision)
     trainer = HFTrainer(replace(config, shared_weights=holder.address))
     engine = EngineOptions(

@@ -5,9 +5,15 @@ import pytest
 import torch
 from tinker_local.backend.weights.codes import from_codes, to_codes
 from tinker_local.backend.weights.dense import DenseMatrix
-from tinker_local.backend.weights.packed import PackedLinear, PackedMatrix, is_packed, pack_layers, packed
-from tinker_local.backend.weights.precision import Bits, group_of
-from tinker_local.types import UnsupportedError
+from tinker_local.backend.weights.packed import (
+    PackedLinear,
+    PackedMatrix,
+    is_packed,
+    pack_layers,
+    packable_modules,
+    packed,
+)
+from tinker_local.backend.weights.precision import Bits, Packable, group_of
 
 LARGEST = {8: 127, 4: 7}
 
@@ -116,6 +122,16 @@ def test_projections_of_layers_are_packed(path: str, inputs: int, expected: bool
     assert is_packed(path, inputs) == expected
 
 
-def test_layers_without_a_matrix_to_pack_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"^folder: int4: its layers have none of down_proj, gate_proj, "):
-        pack_layers(torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(64, 64)])}), "int4", "folder")
+def test_what_can_be_packed_is_counted() -> None:
+    """By the modules that are packed: of other architectures some, or none, have these names."""
+    assert Packable.of([(24, 64), (8, 96)]) == Packable(24 * 64 + 8 * 96, 24 + 8 * 3, 24 * 64)
+    assert Packable(2 * 24 * 64, 48, 24 * 64).bytes(4) == 2 * (24 * 32 + 24 * 2)
+    assert Packable.of([]) is None
+    layer = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"down_proj": linears()[0], "c_fc": linears()[1]})})
+    decoder = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])})
+    assert [path for path, _ in packable_modules(decoder)] == ["layers.0.mlp.down_proj"]
+    pack_layers(decoder, "int4")
+    assert {name for name, _ in decoder.named_parameters()} == {
+        *(f"layers.0.mlp.down_proj.{kind}" for kind in ("qweight", "scales")),
+        "layers.0.mlp.c_fc.weight",
+    }

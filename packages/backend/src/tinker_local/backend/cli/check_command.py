@@ -59,7 +59,9 @@ def check_model(source: ModelSource, options: BackendOptions, *, whole: bool = F
     found, what = look_at(source), f"model {source.name}"
     yield from (Finding("problem", what, text) for text in found.problems)
     yield from (Finding("warning", what, text) for text in found.warnings)
-    if whole and not found.problems and (problem := _fault_of_weights(source)) is not None:
+    if (problem := _contradiction(options)) is not None:
+        yield Finding("problem", what, problem)
+    if whole and not found.problems and (problem := _fault_of_weights(source, options)) is not None:
         yield Finding("problem", what, problem)
     elif found.hub:
         yield of_hub(source, what)
@@ -69,7 +71,18 @@ def check_model(source: ModelSource, options: BackendOptions, *, whole: bool = F
             yield _plan(source, options, what)
 
 
-def _fault_of_weights(source: ModelSource) -> str | None:
+def _contradiction(options: BackendOptions) -> str | None:
+    """Why the base cannot be in fewer bits on the GPUs of this machine, or with the other options."""
+    from tinker_local.backend.models.placement import check_precision
+
+    try:
+        check_precision(options, len(_gpus()))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _fault_of_weights(source: ModelSource, options: BackendOptions) -> str | None:
     """Why the weights are not those of the model, or no numbers; None if they can be served, or are not here."""
     from tinker_local.backend.weight_files import folder_of, not_finite, stored_tensors
 
@@ -80,7 +93,7 @@ def _fault_of_weights(source: ModelSource) -> str | None:
         from tinker_local.types import UnsupportedError
 
         try:
-            check_for_engines(source.path)
+            check_for_engines(source.path, options)
         except UnsupportedError as error:
             return str(error)
     return not_finite(stored_tensors(folder).values())
@@ -226,7 +239,8 @@ def _memory(parameters: int, model_type: str, options: BackendOptions, what: str
     copies = "read one copy" if shared else "hold one copy each"
     if options.base_precision is not None:
         copies = f"read one copy of its layers in {options.base_precision}"
-        weights = parameters * BITS[options.base_precision] // 8  # at least
+        packed = parameters * BITS[options.base_precision] // 8  # at least
+        weights = packed if on_gpu else weights + packed  # a processor's memory holds it before, too
     fits = (1 if shared else 2) * weights < most
     return Finding("ok" if fits else "problem", what, f"{told}; trainer and sampler {copies}; {there}")
 

@@ -46,9 +46,9 @@ class Working:
         return self._ended.is_set()
 
     def end(self) -> None:
-        """Nothing is done any more."""
+        """Nothing is done any more. A thread that a stopped terminal holds up is left behind after a second."""
         self._ended.set()
-        self._thread.join()
+        self._thread.join(1.0)
 
     def __enter__(self) -> Self:
         return self
@@ -85,6 +85,7 @@ class Bar(Working):
     def _repeat(self) -> None:
         while not self._ended.wait(REDRAW):
             self._draw()
+        _write(ERASE)
 
     def _draw(self) -> None:
         if _tqdm_shows_a_bar():
@@ -92,12 +93,6 @@ class Bar(Working):
         with self._console.capture() as drawn:
             self._console.print(self._shown.get_renderable())
         _write(f"{ERASE}{drawn.get().rstrip()}\r")
-
-    def end(self) -> None:
-        """Take the bar away."""
-        if not self.ended:
-            super().end()
-            _write(ERASE)
 
 
 def _write(text: str) -> None:

@@ -11,6 +11,7 @@ from tinker_local.backend.models.plan_layout import GpuMemory, PlannedLayout, Pl
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.training.run.block_memory import attention_memory, decoder_memory, mlp_memory
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory
+from tinker_local.backend.weights.precision import Packable
 
 GIB = 2**30
 CONTEXT = GIB // 2
@@ -156,7 +157,7 @@ class Fitting:
             )
             return decoder_memory([layer] * shape.layers, tokens * shape.hidden * itemsize)
 
-        sizes = model_sizes(_text_config(shape), shape.parameters, itemsize, options.base_precision)
+        sizes = model_sizes(_text_config(shape), shape.parameters, itemsize, _packable(shape), options.base_precision)
         vision = bool(shape.tower)
         return cls(PlannedModel(sizes, memory, shape.positions, shape.kv_heads, vision, one_copy=True), options)
 
@@ -164,7 +165,7 @@ class Fitting:
     def of(cls, config: Any, options: BackendOptions | None = None) -> "Fitting":
         """Any model, from its config of transformers: torch makes its modules without values. UnsupportedError if it is
         not served."""
-        from tinker_local.backend.models.load_engines import longrope_context
+        from tinker_local.backend.models.load_engines import check_packable, longrope_context
         from tinker_local.backend.models.place_engines import planned_model
         from tinker_local.backend.training.model.load_model import supported_family
 
@@ -172,6 +173,7 @@ class Fitting:
         longest = options.max_context_length or longrope_context(config.get_text_config())
         options = replace(options, max_context_length=longest)
         family = supported_family(config, config.name_or_path)
+        check_packable(config, family, options)
         model = planned_model(
             config,
             options,
@@ -203,6 +205,14 @@ class Fitting:
         check_precision(options, len(gpus))
         one_copy = self.model.one_copy and shares_weights(options, len(gpus))
         return plan_layout(replace(self.model, one_copy=one_copy), options, len(gpus), lambda gpu: gpus[gpu])
+
+
+def _packable(shape: Shape) -> Packable | None:
+    attention, of_keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    outputs = (attention, of_keys, of_keys, shape.intermediate, shape.intermediate)
+    layer = [(each, shape.hidden) for each in outputs]
+    layer += [(shape.hidden, inputs) for inputs in (attention, shape.intermediate)]
+    return Packable.of(layer * shape.layers)
 
 
 def _itemsize(options: BackendOptions) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tinker_local.backend.options import MICRO_BATCH_TOKENS, Precision
 from tinker_local.backend.sampling.sampler import RESERVED
 from tinker_local.backend.training.run.block_memory import CUDA_LOGITS, attention_widths, exchange_bytes
-from tinker_local.backend.weights.precision import BITS, group_of
+from tinker_local.backend.weights.precision import BITS, Packable
 
 if TYPE_CHECKING:
     from tinker_local.backend.training.run.block_memory import TowerSizes
@@ -51,7 +51,7 @@ class ModelSizes:
     bytes per number. The others describe the language model's layers. `intermediate`: of all experts together, if the
     layers have experts, and of a shared one. `chosen`: experts of a position, of `expert_width` each. `sliding`: of the
     `layers`, those that attend to `window` positions; `linear`: those with linear attention, each with `state_bytes`
-    for a sequence. `packed_bits`: of a number in the matrices of layers; 0: they are as the rest. `tower`: of the
+    for a sequence. `packable`: what can be in fewer bits, and is in `packed_bits`, if those are not 0. `tower`: of the
     vision tower, if adapters train it."""
 
     parameters: int
@@ -68,23 +68,21 @@ class ModelSizes:
     window: int = 0
     linear: int = 0
     state_bytes: int = 0
+    packable: Packable | None = None
     packed_bits: int = 0
     tower: "TowerSizes | None" = None
 
     @property
     def weight_bytes(self) -> int:
-        if not self.packed_bits:
+        if not self.packed_bits or self.packable is None:
             return self.parameters * self.itemsize
-        attention = (self.layers - self.linear) * (2 * self.q_width + 2 * self.kv_width)
-        packed = self.hidden * (attention + 3 * self.layers * self.intermediate)
-        group = min(group_of(inputs) or 1 for inputs in (self.hidden, self.q_width, self.intermediate))
-        return (self.parameters - packed) * self.itemsize + packed * self.packed_bits // 8 + packed * 2 // group
+        return (self.parameters - self.packable.numbers) * self.itemsize + self.packable.bytes(self.packed_bits)
 
     @property
     def unpacked_bytes(self) -> int:
-        """Of the largest packed matrix while one multiplies by it, with what making it takes; in each engine."""
-        widest = max(2 * self.intermediate, self.q_width + 2 * self.kv_width)
-        return 3 * self.hidden * widest * self.itemsize // 2 if self.packed_bits else 0
+        """Of the largest packed matrix, two joined ones, while one multiplies by it, with half as much that making it
+        takes; in each engine."""
+        return 3 * self.packable.largest * self.itemsize if self.packed_bits and self.packable else 0
 
     @property
     def layer_parameters(self) -> int:
@@ -239,9 +237,13 @@ def spare_bytes(free: int) -> int:
 
 
 def model_sizes(
-    config: Mapping[str, Any], parameters: int, itemsize: int, precision: Precision | None = None
+    config: Mapping[str, Any],
+    parameters: int,
+    itemsize: int,
+    packable: Packable | None = None,
+    precision: Precision | None = None,
 ) -> ModelSizes:
-    """Sizes from the fields of a text config of transformers, with the matrices of layers in `precision`."""
+    """Sizes from the fields of a text config of transformers, with what is `packable` in `precision`."""
     q_width, kv_width = attention_widths(config)
     experts = config.get("num_experts") or config.get("num_local_experts") or 0
     # gpt-oss has no other name for the width of an expert.
@@ -263,6 +265,7 @@ def model_sizes(
         sliding=kinds.count("sliding_attention") if window else 0,
         window=window if "sliding_attention" in kinds else 0,
         linear=kinds.count("linear_attention"),
+        packable=packable,
         packed_bits=BITS[precision] if precision else 0,
         state_bytes=_state_bytes(config, itemsize) if "linear_attention" in kinds else 0,
     )

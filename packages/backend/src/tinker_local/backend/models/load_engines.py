@@ -91,7 +91,7 @@ async def load_base_models(
     trainer and sampler compute a model differently.
     """
     if load is None:
-        await in_daemon_thread(_check_others, sources)
+        await in_daemon_thread(_check_others, sources, options)
     for place, (path, names) in enumerate(sources.items()):
         share = options.gpu_memory_utilization / (len(sources) - place)  # of what the models before it left
         sleeps = options.sampler_sleeps and len(sources) == 1
@@ -510,7 +510,7 @@ def _load_real(
 
     check_source(source)
     dtype = options.dtype or compat_vllm.default_dtype()
-    config, family = check_model(source.path)
+    config, family = check_model(source.path, options)
     text_config = config.get_text_config()
     gpus = 0 if compat_vllm.runs_on_cpu() else torch.cuda.device_count()
     if gpus and not (family.one_copy and _keeps_experts(family)):
@@ -608,13 +608,15 @@ def _load_real(
     )
 
 
-def check_model(path: str) -> "tuple[Any, Family]":
+def check_model(path: str, options: BackendOptions) -> "tuple[Any, Family]":
     """transformers' config of the model at `path`, and its family; UnsupportedError in a sentence if an engine is known
-    not to run it, or if its files do not hold what its class needs. Starts no engine and reads headers alone."""
+    not to run it as `options` say, or if its files do not hold what its class needs. Starts no engine and reads headers
+    alone."""
     from tinker_local.backend.training.model.load_model import check_weights, config_of, supported_family
 
     config = config_of(path)
     family = supported_family(config, path)
+    check_packable(config, family, options)
     check_weights(path, config, family)
     if importlib.util.find_spec("vllm"):  # `check` may run before it is installed
         from tinker_local.backend.vllm_engine.refusals import check_runs
@@ -623,11 +625,28 @@ def check_model(path: str) -> "tuple[Any, Family]":
     return config, family
 
 
-def _check_others(sources: Mapping[str, Sequence[str]]) -> None:
+def check_packable(config: Any, family: "Family", options: BackendOptions) -> None:
+    """UnsupportedError in a sentence if `base_precision` is chosen, and a model of `config` has nothing to pack."""
+    from tinker_local.backend.training.model.load_model import packable
+    from tinker_local.backend.weights.packed import NAMES
+
+    if options.base_precision is None:
+        return
+    where = f"{config.name_or_path}: --base-precision {options.base_precision}"
+    if family.lora.experts is not None:
+        raise UnsupportedError(f"{where}: mixtures of experts cannot be packed yet")
+    if packable(config) is None:
+        raise UnsupportedError(
+            f"{where}: nothing of a model of type {config.model_type} is packed: projections are, in attention and MLP "
+            f"of its layers, that are named {', '.join(sorted(NAMES))}, and whose rows can be divided into groups of 32"
+        )
+
+
+def _check_others(sources: Mapping[str, Sequence[str]], options: BackendOptions) -> None:
     """Before the first of several models takes minutes to load: the same for the others."""
     for path, names in list(sources.items())[1:]:
         check_source(ModelSource(names[0], path))
-        check_model(path)
+        check_model(path, options)
 
 
 def _keeps_experts(family: "Family") -> bool:

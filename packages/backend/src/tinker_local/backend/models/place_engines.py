@@ -102,7 +102,8 @@ def _memory_of(gpu: int) -> GpuMemory:
 
 def _cpu_cache(config: Mapping[str, Any], engine: "EngineOptions", options: BackendOptions) -> int:
     """Bytes of a KV cache for `CPU_CONTEXTS` sequences of the whole context, but at most `MOST_CPU_CACHE` and an eighth
-    of the memory that two copies of the weights leave; a tiny model's is `LEAST_CPU_CACHE`."""
+    of the memory that two copies of the weights leave, or the one that is read before it is packed; a tiny model's is
+    `LEAST_CPU_CACHE`."""
     try:
         sizes = model_sizes(config, 0, 2 if (engine.dtype or options.dtype) == "bfloat16" else 4)
         longest = int(config["max_position_embeddings"])
@@ -112,7 +113,8 @@ def _cpu_cache(config: Mapping[str, Any], engine: "EngineOptions", options: Back
     wanted = CPU_CONTEXTS * sizes.sequence_bytes(context, engine.max_batched_tokens)
     give_memory_back()  # what loading another model has freed
     weights = (sizes.layers * sizes.layer_parameters + 2 * sizes.vocabulary * sizes.hidden) * sizes.itemsize
-    return max(LEAST_CPU_CACHE, min(wanted, MOST_CPU_CACHE, (memory_available() - 2 * weights) // 8))
+    left = memory_available() - (2 if options.base_precision is None else 1) * weights
+    return max(LEAST_CPU_CACHE, min(wanted, MOST_CPU_CACHE, left // 8))
 
 
 def _check_cache(kv_cache: int | None, layout: Layout, sizes: ModelSizes) -> None:
@@ -173,13 +175,13 @@ def planned_model(
 ) -> PlannedModel:
     """A model of `config`, a config of transformers, in `dtype`. torch makes its modules without values.
     `train_vision`: whether adapters may train its tower; `one_copy`: whether both engines can read one copy."""
-    from tinker_local.backend.training.model.load_model import decoder_of_sizes, tower_of_sizes
+    from tinker_local.backend.training.model.load_model import decoder_of_sizes, packable, tower_of_sizes
 
     decoder, parameters = decoder_of_sizes(config, dtype, options.decoder)
     itemsize = 2 if dtype == "bfloat16" else 4
     tower = tower_of_sizes(config, dtype) if train_vision else None
     text = config.get_text_config()
-    sizes = model_sizes(text.to_dict(), parameters, itemsize, options.base_precision)
+    sizes = model_sizes(text.to_dict(), parameters, itemsize, packable(config), options.base_precision)
     return PlannedModel(
         replace(sizes, tower=None if tower is None else tower.sizes(itemsize)),
         decoder.memory,

@@ -91,7 +91,7 @@ def _in_fewer_bits(
 ) -> str:
     """The precision of the base that would fit, in words; empty if none would."""
     sizes = model.sizes
-    if gpus > 1 or sizes.packed_bits or sizes.chosen or not model.one_copy:
+    if gpus > 1 or sizes.packed_bits or sizes.packable is None or not model.one_copy:
         return ""
     for precision, bits in BITS.items():
         packed = replace(model, sizes=replace(sizes, packed_bits=bits))

@@ -348,10 +348,10 @@ class ServedModel:
         try:
             ours = await self.scheduler.call(engines.trainer.module_outputs, text)
             theirs = await engines.sampler.module_outputs(work)
+            told = first_difference(ours, theirs, SAME_OUTPUT[engines.sampler.adapter_dtype])
         except Exception:  # of any architecture, and the refusal says enough without
             log.warning("the modules of trainer and sampler cannot be looked at", exc_info=True)
             return ""
-        told = first_difference(ours, theirs, SAME_OUTPUT[engines.sampler.adapter_dtype])
         return told and f"; {told}"
 
     def metrics(self) -> ModelMetrics:

@@ -14,9 +14,11 @@ import transformers
 from tinker_local.backend.adapters.adapter import LORA_ALPHA, AdapterState, path_of, tensor_name
 from tinker_local.backend.adapters.adapter_tensors import in_float32
 from tinker_local.backend.families.family import SplitRows, Vision
+from tinker_local.backend.options import Precision
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.model.load_model import config_of, supported_family
 from tinker_local.backend.training.trainer import TrainDatum
+from tinker_local.backend.weights.packed import pack_layers
 
 Arrays = Mapping[str, npt.NDArray[np.float32]]
 
@@ -75,14 +77,23 @@ def arguments(input: RenderedInput, vision: Vision | None) -> dict[str, Any]:
     return found
 
 
-def compute(path: str, dtype: torch.dtype, device: str, state: AdapterState, data: Sequence[TrainDatum]) -> Computed:
-    """Load the model in `dtype` and compute `data`, one after the other, by cross-entropy, with the adapter `state`;
-    its numbers are in float32 at least."""
+def compute(
+    path: str,
+    dtype: torch.dtype,
+    device: str,
+    state: AdapterState,
+    data: Sequence[TrainDatum],
+    precision: Precision | None = None,
+) -> Computed:
+    """Load the model in `dtype`, its layers packed to `precision`, and compute `data`, one after the other, by
+    cross-entropy, with the adapter `state`; its numbers are in float32 at least."""
     config = config_of(path)
     family = supported_family(config, path)
     plainly = {} if family.lora.experts is None else {"experts_implementation": "eager"}
     model = getattr(transformers, family.auto_class).from_pretrained(path, config=config, dtype=dtype, **plainly)
     model = model.to(device).eval().requires_grad_(False)
+    if precision is not None:
+        pack_layers(model.get_submodule(family.decoder_path), precision)
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     leaves = {
         name: torch.tensor(in_float32(matrix), device=device, dtype=precise).requires_grad_()

@@ -368,13 +368,17 @@ class Store(Metadata):
     def no_checkpoint(self, run: str, kind: CheckpointKind, name: str, field: str, reader: str | None) -> NotFoundError:
         """That there is no such checkpoint, with the newest of this kind that the owner `reader` has: those of the run
         if there are any. It says the same of what does not exist and of what is another owner's."""
-        there: list[CheckpointRecord] = []
+        rows: Sequence[Any] = ()
+        total, table = 0, tables.checkpoints
         if reader is not None:
-            own = self._in_time() & Owned(reader).checkpoints() & (tables.checkpoints.c.kind == kind)
-            there = self._checkpoints(own & (tables.checkpoints.c.training_run_id == run)) or self._checkpoints(own)
-        named = ", ".join(record.tinker_path for record in there[:NAMED_IN_ERRORS])
-        more = f" and {len(there) - NAMED_IN_ERRORS} more" if len(there) > NAMED_IN_ERRORS else ""
-        known = f"; there {'is' if len(there) == 1 else 'are'} {named}{more}" if there else ""
+            usable = sa.func.coalesce(table.c.unusable, "") == ""
+            own = self._in_time() & Owned(reader).checkpoints() & (table.c.kind == kind) & usable
+            for wanted in (own & (table.c.training_run_id == run), own):
+                if not rows:
+                    rows, total = self._page(table.c.save_number, NAMED_IN_ERRORS, 0, wanted)
+        named = ", ".join(_checkpoint(row).tinker_path for row in rows)
+        more = f" and {total - len(rows)} more" if total > len(rows) else ""
+        known = f"; there {'is' if total == 1 else 'are'} {named}{more}" if rows else ""
         return NotFoundError(f"{field}: there is no checkpoint tinker://{run}/{kind}/{name}{known}")
 
     def list_checkpoints(self, training_run_id: str) -> list[CheckpointRecord]:

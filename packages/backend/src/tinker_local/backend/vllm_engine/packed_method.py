@@ -80,7 +80,7 @@ def register() -> None:
 
         @classmethod
         def get_min_capability(cls) -> int:
-            return 80
+            return 75
 
         @staticmethod
         def get_config_filenames() -> list[str]:

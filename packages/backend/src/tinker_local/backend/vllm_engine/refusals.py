@@ -42,7 +42,8 @@ def _check_fields(path: str, config: Any) -> None:
     """Whether vLLM reads what transformers' class does not: keys and values of fewer heads."""
     known = {field.name for field in dataclasses.fields(config)} | {*config.attribute_map}
     number = getattr(config, "num_key_value_heads", None)
-    if "num_key_value_heads" not in known and number not in (None, config.num_attention_heads):
+    all_heads = getattr(config, "num_attention_heads", None)
+    if "num_key_value_heads" not in known and number not in (None, all_heads):
         raise UnsupportedError(
             f"{path}: config.json says num_key_value_heads {number}, which vLLM reads and transformers' "
             f"{type(config).__name__} does not have; remove it if the model has keys and values of all heads"

@@ -217,13 +217,17 @@ class VLLMSampler:
 
     async def module_outputs(self, work: SampleWork) -> ModuleOutputs:
         """See `Sampler.module_outputs`; of rank 0."""
-        with contextlib.ExitStack() as stack, _as_api_errors():
-            found = await asyncio.wrap_future(
-                self._thread.call(
-                    self._engine, lambda engine: stack.enter_context(watching(served_model(engine), work.prompt.length))
+        hooks, length = contextlib.ExitStack(), work.prompt.length
+        with _as_api_errors():
+            try:
+                found = await asyncio.wrap_future(
+                    self._thread.call(
+                        self._engine, lambda engine: hooks.enter_context(watching(served_model(engine), length))
+                    )
                 )
-            )
-            await self.sample(work)
+                await self.sample(work)
+            finally:  # in the same thread, behind it, also if the first one was not waited for
+                await asyncio.wrap_future(self._thread.call(self._engine, lambda _: hooks.close()))
         return found
 
     def _rotations(self, engine: Any, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:

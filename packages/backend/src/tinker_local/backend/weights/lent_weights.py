@@ -90,20 +90,19 @@ class LentWeights:
         matrices = SharedMatrices.mapped(deposit, device)
         lent = {name: Place(**place).tensor(matrices.pieces) for name, place in deposit.said["files"].items()}
         packed = {dense_name(name) for name in lent} - lent.keys()
-        tensors = {name: each for name, each in stored_tensors(source, lent) if name not in packed}
-        return LentWeights(tensors | lent, frozenset(lent), matrices)
+        return LentWeights(dict(stored_tensors(source, lent, packed)) | lent, frozenset(lent), matrices)
 
     def storages(self) -> dict[int, torch.Tensor]:
         """One of the lent tensors in each piece of memory, by the address of its storage."""
         return {self.tensors[name].untyped_storage()._cdata: self.tensors[name] for name in self.lent}
 
 
-def stored_tensors(source: str, known: Mapping[str, Any]) -> Any:
-    """Each name in the files of `source` with its tensor: that of `known`, if it is there, and otherwise the file's.
-    CannotShareError if there are no safetensors files on this machine."""
+def stored_tensors(source: str, known: Mapping[str, Any], without: Set[str] = frozenset()) -> Any:
+    """Each name in the files of `source`, but those `without`, with its tensor: that of `known`, if it is there, and
+    otherwise the file's. CannotShareError if there are no safetensors files on this machine."""
     if (folder := folder_of(source)) is None:
         raise CannotShareError(f"{source} has no safetensors files on this machine")
     for file in weight_files(folder):
         with safetensors.safe_open(folder / file, "pt") as stored:
-            for name in list(stored.keys()):
+            for name in [name for name in stored.keys() if name not in without]:  # noqa: SIM118
                 yield name, known[name] if name in known else stored.get_tensor(name)

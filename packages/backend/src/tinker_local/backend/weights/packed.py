@@ -12,12 +12,11 @@ from tinker_local.backend.weights.dense import concatenated, dense
 from tinker_local.backend.weights.frozen_matrix import FrozenMatrix
 from tinker_local.backend.weights.joined_names import GATE_UP, QKV
 from tinker_local.backend.weights.precision import BITS, Bits, group_of
-from tinker_local.types import UnsupportedError
 
 CODES, SCALES = "qweight", "scales"
 """Parameters in place of `weight`. vLLM's adapters know a matrix of codes by the first name."""
 
-_NAMES = {*QKV.parts, QKV.vllm, *GATE_UP.parts, GATE_UP.vllm, "o_proj", "down_proj"}
+NAMES = {*QKV.parts, QKV.vllm, *GATE_UP.parts, GATE_UP.vllm, "o_proj", "down_proj"}
 _MODULE = re.compile(r"(?:^|\.)layers\.\d+\.(?:self_attn|mlp)\.(\w+)$")
 
 
@@ -25,7 +24,7 @@ def is_packed(path: str, inputs: int) -> bool:
     """Whether the Linear module at `path`, of transformers or of vLLM, is packed where its model is: a projection of
     attention or of an MLP of a decoder's layer, whose rows can be divided into groups. The caller keeps towers out."""
     found = _MODULE.search(path)
-    return found is not None and found[1] in _NAMES and group_of(inputs) is not None
+    return found is not None and found[1] in NAMES and group_of(inputs) is not None
 
 
 def dense_name(name: str) -> str:
@@ -66,11 +65,11 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, linear: PackedLinear) -> torch.Tensor:
         ctx.linear = linear
-        return x @ linear.weight.T
+        return x @ from_codes(linear.qweight, linear.scales, x.dtype).T
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad @ ctx.linear.weight, None
+        return grad @ from_codes(ctx.linear.qweight, ctx.linear.scales, grad.dtype), None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,19 +129,18 @@ def packed(modules: Sequence[torch.nn.Linear]) -> FrozenMatrix:
     return PackedMatrix(joined[CODES], joined[SCALES], parts[0].matrix().dtype)
 
 
-def pack_layers(decoder: torch.nn.Module, precision: str, where: str, device: torch.device | None = None) -> None:
-    """Replace the projections in the layers of transformers' `decoder` by packed ones, which are made on `device`, one
-    at a time. UnsupportedError if it has none that can be packed."""
-    found = [
+def packable_modules(decoder: torch.nn.Module) -> list[tuple[str, torch.nn.Linear]]:
+    """The projections in the layers of transformers' `decoder` that are packed, with their paths."""
+    return [
         (path, module)
         for path, module in decoder.named_modules()
         if isinstance(module, torch.nn.Linear) and is_packed(path, module.in_features)
     ]
-    if not found:
-        raise UnsupportedError(
-            f"{where}: {precision}: its layers have none of {', '.join(sorted(_NAMES))} whose rows can be divided into "
-            "groups of 32 numbers"
-        )
-    for path, module in found:
+
+
+def pack_layers(decoder: torch.nn.Module, precision: str, device: torch.device | None = None) -> None:
+    """Replace the projections in the layers of transformers' `decoder` by packed ones, which are made on `device`, one
+    at a time."""
+    for path, module in packable_modules(decoder):
         parent, _, name = path.rpartition(".")
         setattr(decoder.get_submodule(parent), name, PackedLinear(module, BITS[precision], device))

@@ -1,6 +1,7 @@
 """In how few bits the frozen weights of layers may be. Imports no torch, so that plans know it too."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 Bits = Literal[8, 4]
@@ -15,3 +16,28 @@ GROUPS = (128, 64, 32)
 def group_of(inputs: int) -> int | None:
     """How many numbers of a row of `inputs` share a scale: the largest of `GROUPS` that divides it; None: none does."""
     return next((size for size in GROUPS if inputs % size == 0), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Packable:
+    """What of a model can be in fewer bits. `numbers` in its matrices, `scales` of their groups; `largest`: numbers of
+    the largest matrix, two of which one may be joined."""
+
+    numbers: int
+    scales: int
+    largest: int
+
+    @staticmethod
+    def of(matrices: Iterable[tuple[int, int]]) -> "Packable | None":
+        """`matrices`: [out, in] of each. None if there are none, or one cannot be divided into groups."""
+        numbers = scales = largest = 0
+        for outputs, inputs in matrices:
+            if (group := group_of(inputs)) is None:
+                return None
+            numbers, scales = numbers + outputs * inputs, scales + outputs * inputs // group
+            largest = max(largest, outputs * inputs)
+        return Packable(numbers, scales, largest) if numbers else None
+
+    def bytes(self, bits: int) -> int:
+        """Of codes of `bits` and scales of 16."""
+        return self.numbers * bits // 8 + 2 * self.scales

@@ -39,17 +39,17 @@ def places_in_files(model: Any, pieces: Mapping[int, int], source: str) -> Mappi
     except Exception as error:  # of any type: it is written for saving, where a copy is a copy
         raise CannotShareError(f"transformers' names of its files: {type(error).__name__}: {error}") from None
     found: dict[str, Place] = {}
-    for name, stored in stored_tensors(source, {}):
+    paths = {id(each): path for path, each in dense.items()}
+    of_packed = {name: paths[id(tensor)] for name, tensor in own.items() if id(tensor) in paths}
+    for name, stored in stored_tensors(source, {}, of_packed.keys()):
         place = Place.of(own[name], pieces) if name in own else None
         if place is not None and _same(own[name], stored):
             found[name] = place
-    paths = {id(each): path for path, each in dense.items()}
-    for name, tensor in own.items():
-        if (path := paths.get(id(tensor))) is not None:
-            for kind in (CODES, SCALES):
-                place = Place.of(getattr(packed[path], kind).detach(), pieces)
-                assert place is not None, "all matrices are in the pieces"
-                found[f"{name.removesuffix('weight')}{kind}"] = place
+    for name, path in of_packed.items():
+        for kind in (CODES, SCALES):
+            place = Place.of(getattr(packed[path], kind).detach(), pieces)
+            assert place is not None, "all matrices are in the pieces"
+            found[f"{name.removesuffix('weight')}{kind}"] = place
     return found
 
 

@@ -31,8 +31,8 @@ from tinker_local.backend.weights.kinds import maker_of
 from tinker_local.backend.weights.large_weights import RESIDENT, LargeWeights
 from tinker_local.backend.weights.lent_weights import SharedMatrices
 from tinker_local.backend.weights.memory_holder import refuse
-from tinker_local.backend.weights.packed import pack_layers
-from tinker_local.backend.weights.precision import BITS
+from tinker_local.backend.weights.packed import pack_layers, packable_modules
+from tinker_local.backend.weights.precision import BITS, Packable
 from tinker_local.backend.weights.share_matrices import share_matrices
 from tinker_local.backend.weights.shared_memory import CannotShareError
 from tinker_local.types import UnsupportedError
@@ -83,6 +83,15 @@ def decoder_of_sizes(config: Any, dtype: str, decoder: DecoderChoice) -> tuple[D
     kernels = kernels_for(place, DTYPES[dtype])
     found = make_decoder(model, family, kernels, decoder, config.name_or_path)
     return found, sum(parameter.numel() for parameter in model.parameters())
+
+
+def packable(config: Any) -> Packable | None:
+    """What of a model of `config` can be packed; None if nothing can."""
+    family = family_of(config.model_type, config.name_or_path)
+    if family.lora.experts is not None:
+        return None
+    decoder = without_values(config, family).get_submodule(family.decoder_path)
+    return Packable.of((each.out_features, each.in_features) for _, each in packable_modules(decoder))
 
 
 def supported_family(config: Any, where: str) -> Family:
@@ -292,7 +301,7 @@ def _load(
     model = model.eval().requires_grad_(False)
     if settings.weights in BITS:
         with stage("packed"):
-            pack_layers(model.get_submodule(family.decoder_path), settings.weights, path, device)
+            pack_layers(model.get_submodule(family.decoder_path), settings.weights, device)
     shared = None
     if settings.shared_weights is not None:
         with stage("shared"):
