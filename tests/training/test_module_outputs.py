@@ -74,7 +74,12 @@ def test_what_differs_behind_the_decoder_is_the_head_and_nothing_seen_says_nothi
     assert first_difference(ours, graph, 1e-3) == ""
 
 
-def test_nan_differs() -> None:
+def test_nan_differs_and_a_scaled_embedding_does_not() -> None:
+    """Gemma's embedding is scaled in transformers' module, and behind that of vLLM."""
     ours = outputs()
-    theirs = {**ours, "model.embed_tokens": np.full((5, 4), np.nan, np.float32)}
-    assert "model.embed_tokens, by nan of its output" in first_difference(ours, theirs, 1e-3)
+    name, scaled = "model.layers.0.self_attn.o_proj", {"model.embed_tokens": 8 * ours["model.embed_tokens"]}
+    theirs = of_sampler({**ours, **scaled, name: np.full_like(ours[name], np.nan)})
+    assert f"is {name}, by nan of its output" in first_difference(ours, theirs, 1e-3)
+    assert (
+        first_difference(ours, of_sampler({**ours, **scaled}), 1e-3) == "on a text its modules agree up to the LM head"
+    )
