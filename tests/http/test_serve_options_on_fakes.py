@@ -64,7 +64,7 @@ def test_an_option_has_the_name_of_its_flag_in_the_environment_on_fakes(
     option: click.Option, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`TINKER_LOCAL_SERVE_MODEL` and those of ten others changed nothing: they had the names of fields."""
-    monkeypatch.setattr("tinker_local.backend.cli.serve._serve", lambda *given: given[-1].close())
+    monkeypatch.setattr("tinker_local.backend.cli.serve._serve", lambda *given: given[-2].close())
     flag = max(option.opts, key=len)
     variable = "TINKER_LOCAL_SERVE_" + flag[2:].replace("-", "_").upper()
     bad = next((value for value in bad_values(option) if value), None)
@@ -80,7 +80,7 @@ def test_an_option_has_the_name_of_its_flag_in_the_environment_on_fakes(
 def test_gpu_memory_without_a_gpu_is_a_warning_on_fakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tinker_local.backend.cli.serve._serve", lambda *given: given[-1].close())
+    monkeypatch.setattr("tinker_local.backend.cli.serve._serve", lambda *given: given[-2].close())
     monkeypatch.setattr("tinker_local.backend.heap.memory_of_gpus", dict)
     for given in ([], ["--gpu-memory-utilization", "0.5"]):
         CliRunner().invoke(main, [*FAKE, "--data-dir", str(tmp_path), *given])
