@@ -63,8 +63,29 @@ def test_random_weights_call_a_strict_tool_whole_and_streamed(client: openai.Ope
         assert json.loads(arguments) == json.loads(call.function.arguments)
 
 
+def test_the_only_tool_that_may_be_called_follows_its_schema_where_that_is_possible(client: openai.OpenAI) -> None:
+    for schema, follows in ((WEATHER, True), ({**WEATHER, "not": {}}, False)):
+        tools: Any = [
+            {"type": "function", "function": {**FUNCTION, "name": name, "parameters": schema, "strict": False}}
+            for name in ("weather", "other")
+        ]
+        named: Any = {"type": "function", "function": {"name": "weather"}}
+        asked: Any = {"model": TEXT, "messages": HI, "max_tokens": 300, "n": 8, "seed": 3}
+        found = client.chat.completions.create(**asked, tools=tools, tool_choice=named)
+        ended = [choice for choice in found.choices if choice.finish_reason != "length"]
+        assert len(ended) == 8 or not follows
+        for choice in ended:
+            for call in choice.message.tool_calls or ():
+                assert call.type == "function"
+                jsonschema.validate(json.loads(call.function.arguments), WEATHER if follows else {"type": "object"})
+        one = client.chat.completions.create(**asked, tools=tools[:1], tool_choice="required")
+        assert [choice.finish_reason for choice in one.choices].count("length") == 0 or not follows
+
+
 def test_arguments_of_a_tool_that_is_not_strict_are_an_object(client: openai.OpenAI) -> None:
-    tools: Any = [{"type": "function", "function": {**FUNCTION, "strict": False}}]
+    tools: Any = [
+        {"type": "function", "function": {**FUNCTION, "name": name, "strict": False}} for name in ("weather", "other")
+    ]
     found = client.chat.completions.create(
         model=TEXT, messages=HI, tools=tools, tool_choice="required", n=64, max_tokens=400, seed=3
     )  # one of eight ends its arguments by then

@@ -13,7 +13,7 @@ import pydantic
 import pytest
 import xgrammar  # type: ignore[import-not-found]
 from tinker_local.backend.rendering.structured.json_schema import SchemaError, grammar_of
-from tinker_local.backend.rendering.structured.structural_tags import tag_of
+from tinker_local.backend.rendering.structured.structural_tags import IF_POSSIBLE, tag_of
 
 from tests.fuzz.random_schemas import Walker
 
@@ -236,6 +236,11 @@ def test_schemas_in_structural_tags_are_followed_the_same_way() -> None:
         assert WALKER.accepts(grammar, '<f>{"a":"\\n","b":1}</f>')
         assert not WALKER.accepts(grammar, '<f>{"a":"\n","b":1}</f>')
         assert not WALKER.accepts(grammar, '<f>{"a":"\\n"}</f>')
+    for further, accepted in (({}, False), ({"not": {}}, True)):
+        wished = {**OBJECT, **further, IF_POSSIBLE: True}
+        content = {"type": "json_schema", "json_schema": wished}
+        loose = tag_of({"type": "structural_tag", "format": {**tag, "content": content}})
+        assert WALKER.accepts(COMPILER.compile_structural_tag(json.dumps(loose)), '<f>{"c":1}</f>') == accepted
     bad = {
         **tag,
         "content": {"type": "json_schema", "json_schema": {"type": "object", "properties": {"a": {"not": {}}}}},

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from tinker_local.backend.rendering.grammar import Grammar
+from tinker_local.backend.rendering.structured.structural_tags import IF_POSSIBLE
 from tinker_local.backend.rendering.tools import CallPiece, OfferedTools, ReplyForm, ReplyPiece
 from tinker_local.backend.vllm_engine.build_engine import prepare_environment, process_state_kept
 from tinker_local.types import InvalidRequestError, UnsupportedError
@@ -217,12 +218,16 @@ def _new_id() -> str:
 
 def _enforced(offered: OfferedTools) -> list[dict[str, Any]]:
     """The tools for the grammar, if there is to be one: the arguments of one that is not strict are any object, where
-    vLLM would allow any JSON."""
+    vLLM would allow any JSON, and follow its schema if they can and it is the only one that may be called, and has to
+    be."""
     functions = [tool.as_function() for tool in offered.tools]
     called = offered.must or offered.only is not None or not offered.several
+    named = offered.only or (offered.tools[0].name if offered.must and len(offered.tools) == 1 else None)
     if called or offered.answer is not None or any(tool.strict for tool in offered.tools):
         for tool, function in zip(offered.tools, functions, strict=True):
-            function["function"] |= {"strict": True} | ({} if tool.strict else {"parameters": {"type": "object"}})
+            wished = {IF_POSSIBLE: True, **(tool.parameters or {})} if tool.name == named else {}
+            loose = {"parameters": {"type": "object", **wished}}
+            function["function"] |= {"strict": True} | ({} if tool.strict else loose)
     return functions
 
 

@@ -8,6 +8,9 @@ from tinker_local.backend.rendering.structured.json_schema import NOTES, SchemaE
 MOST_BLANKS = 65
 """In a row, between the parts of a tag that is not JSON on its outside."""
 
+IF_POSSIBLE = "x-tinker-local-if-possible"
+"""A keyword of ours: the schema is followed if it can be, and otherwise the text is any object."""
+
 _PLAIN = frozenset({"type", "properties", "required", "items", "enum", "const", "additionalProperties", "anyOf"})
 """Keywords that xgrammar's own converter is trusted with, in parameters of calls that are written in XML."""
 
@@ -54,6 +57,12 @@ def _content(value: Mapping[str, Any], place: str) -> dict[str, Any]:
         if value.get(keyword):
             raise SchemaError(f"#{place}", keyword, "cannot be followed")
     schema = value["json_schema"]
+    if isinstance(schema, dict) and IF_POSSIBLE in schema:
+        followed = {name: part for name, part in schema.items() if name != IF_POSSIBLE}
+        try:
+            return _content({**value, "json_schema": followed}, place)
+        except SchemaError:
+            return _content({**value, "json_schema": {"type": "object"}}, place)
     if value.get("style", "json") == "json":
         try:
             return {"type": "grammar", "grammar": grammar_of(schema)}
