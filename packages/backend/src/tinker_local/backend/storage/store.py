@@ -59,6 +59,9 @@ CHECKPOINTS = "checkpoints"
 NAMED_IN_ERRORS = 3
 """Checkpoints that an error names."""
 
+_USABLE = sa.func.coalesce(tables.checkpoints.c.unusable, "") == ""
+"""Of checkpoints that can be loaded, or have not been examined."""
+
 EXAMINE_SECONDS = 5.0
 """For which a start examines checkpoints of an older server; the others follow while it serves."""
 
@@ -366,19 +369,19 @@ class Store(Metadata):
         return record
 
     def no_checkpoint(self, run: str, kind: CheckpointKind, name: str, field: str, reader: str | None) -> NotFoundError:
-        """That there is no such checkpoint, with the newest of this kind that the owner `reader` has: those of the run
-        if there are any. It says the same of what does not exist and of what is another owner's."""
+        """An error that says that the checkpoint does not exist, and lists the newest checkpoints of this kind that the
+        owner `reader` has: those of the run, or of all runs if the run has none. A checkpoint of another owner gives
+        the same error as one that does not exist."""
         rows: Sequence[Any] = ()
         total, table = 0, tables.checkpoints
         if reader is not None:
-            usable = sa.func.coalesce(table.c.unusable, "") == ""
-            own = self._in_time() & Owned(reader).checkpoints() & (table.c.kind == kind) & usable
+            own = self._in_time() & Owned(reader).checkpoints() & (table.c.kind == kind) & _USABLE
             for wanted in (own & (table.c.training_run_id == run), own):
                 if not rows:
                     rows, total = self._page(table.c.save_number, NAMED_IN_ERRORS, 0, wanted)
         named = ", ".join(_checkpoint(row).tinker_path for row in rows)
         more = f" and {total - len(rows)} more" if total > len(rows) else ""
-        known = f"; there {'is' if total == 1 else 'are'} {named}{more}" if rows else ""
+        known = f"; you have {named}{more}" if rows else ""
         return NotFoundError(f"{field}: there is no checkpoint tinker://{run}/{kind}/{name}{known}")
 
     def list_checkpoints(self, training_run_id: str) -> list[CheckpointRecord]:
@@ -389,8 +392,7 @@ class Store(Metadata):
         """The last checkpoint of each kind that can be loaded, of each of these runs that has any."""
         table = tables.checkpoints
         last = sa.func.max(table.c.save_number).over(partition_by=(table.c.training_run_id, table.c.kind))
-        usable = sa.func.coalesce(table.c.unusable, "") == ""
-        wanted = table.c.training_run_id.in_(training_run_ids) & self._in_time() & usable
+        wanted = table.c.training_run_id.in_(training_run_ids) & self._in_time() & _USABLE
         ranked = sa.select(table, last.label("last_of_its_kind")).where(wanted).subquery()
         query = sa.select(*(ranked.c[column.name] for column in table.c)).where(
             ranked.c.save_number == ranked.c.last_of_its_kind
