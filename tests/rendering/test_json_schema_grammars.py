@@ -236,6 +236,7 @@ def test_schemas_in_structural_tags_are_followed_the_same_way() -> None:
         assert WALKER.accepts(grammar, '<f>{"a":"\\n","b":1}</f>')
         assert not WALKER.accepts(grammar, '<f>{"a":"\n","b":1}</f>')
         assert not WALKER.accepts(grammar, '<f>{"a":"\\n"}</f>')
+    further: Any
     for further, accepted in (({}, False), ({"not": {}}, True)):
         wished = {**OBJECT, **further, IF_POSSIBLE: True}
         content = {"type": "json_schema", "json_schema": wished}
