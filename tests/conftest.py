@@ -11,6 +11,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -104,6 +105,11 @@ TURN = "TESTS_TURN"
 MORE_IN_TURN = "MORE_IN_TURN"
 """The variable with n, if one of n tests with the mark `more` is to run, by the commit; 1 if it is not set."""
 
+TESTS_SECONDS = "TESTS_SECONDS"
+"""The variable with the seconds after which no further test of the whole suite begins; what is left is skipped."""
+
+BEGAN = time.monotonic()
+
 TEXT, VISION = "tiny/text", "tiny/vision"
 """Names under which tests serve the two tiny models."""
 
@@ -136,9 +142,16 @@ def commit() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Those of `LONGEST` come first, of `TRACED` last. Of a test with the mark `rotated(n)` every nth case stays, by
-    the commit, and so of all with the mark `more` if `MORE_IN_TURN` is n."""
+    the commit, and so of all with the mark `more` if `MORE_IN_TURN` is n. Where there may be no time for the last ones,
+    these are others at each commit."""
     places = {name: place for place, name in enumerate(LONGEST)} | {"traced": len(LONGEST) + 1}
-    items.sort(key=lambda item: places.get(scope(item.nodeid), len(LONGEST)))
+    mixed = os.environ[TURN] if os.environ.get(TESTS_SECONDS) else ""
+
+    def order(item: pytest.Item) -> tuple[int, int]:
+        found = scope(item.nodeid)
+        return places.get(found, len(LONGEST)), crc32(f"{mixed} {found}".encode()) if mixed else 0
+
+    items.sort(key=order)
     if not os.environ[TURN]:
         return
     cases: defaultdict[str, int] = defaultdict(int)
@@ -159,6 +172,13 @@ def turns(item: pytest.Item) -> int:
     mark = item.get_closest_marker("rotated")
     own = mark.args[0] if mark else 1
     return max(own, int(os.environ.get(MORE_IN_TURN, "1"))) if item.get_closest_marker("more") else own
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what would begin too late for `TESTS_SECONDS`."""
+    seconds = os.environ.get(TESTS_SECONDS) if os.environ[TURN] else None
+    if seconds and time.monotonic() - BEGAN > float(seconds):
+        pytest.skip(f"the {seconds} s for these tests are over")
 
 
 def pytest_collection_finish() -> None:

@@ -1,7 +1,9 @@
 """Tests with the mark `rotated`, and in CI those with `more`, take turns by the commit, and each has its turn."""
 
 import os
+import time
 from collections.abc import Sequence
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,3 +84,29 @@ def test_only_the_whole_suite_takes_turns(
 def test_without_a_turn_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(conftest.TURN, "")
     assert len(left([f"tests/a.py::test_a[{case}]" for case in range(6)], rotated=6)) == 6
+
+
+def test_what_begins_too_late_is_skipped_and_is_another_part_at_each_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    item: Any = SimpleNamespace()
+    monkeypatch.setattr(conftest, "BEGAN", time.monotonic() - 100)
+    monkeypatch.setenv(conftest.TURN, "abc")
+    monkeypatch.setenv(conftest.TESTS_SECONDS, "200")
+    conftest.pytest_runtest_setup(item)
+    monkeypatch.setenv(conftest.TESTS_SECONDS, "99")
+    with pytest.raises(pytest.skip.Exception, match="the 99 s for these tests are over"):
+        conftest.pytest_runtest_setup(item)
+    nodes = [f"tests/{file}.py::test_{number}" for file in range(20) for number in range(3)]
+    orders = []
+    for commit in range(2):
+        monkeypatch.setenv(conftest.TURN, hex(commit))
+        orders.append(left(nodes))
+        files = [node.partition("::")[0] for node in orders[-1]]
+        assert [file for file, _ in groupby(files)] == list(dict.fromkeys(files)), "a file is in one piece"
+        assert [node for node in orders[-1] if node.startswith("tests/7.py")] == nodes[21:24]
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(nodes)
+    monkeypatch.setenv(conftest.TURN, "")
+    conftest.pytest_runtest_setup(item)  # a part of the suite has no limit
+    monkeypatch.setenv(conftest.TURN, "abc")
+    monkeypatch.delenv(conftest.TESTS_SECONDS)
+    assert left(nodes) == nodes
