@@ -83,6 +83,7 @@ def train(client: Any, inputs: list[tuple[ModelInput, np.ndarray]], steps: int) 
         client.optim_step(tinker.AdamParams(learning_rate=0.02)).result()
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("base_model", ["tiny/text", "tiny/vision"])
 @pytest.mark.parametrize("flags", FLAGS)
 def test_trainer_and_sampler_agree_before_and_after_training(

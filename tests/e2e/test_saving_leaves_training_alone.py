@@ -35,6 +35,7 @@ def train(driver: Any, *, save_in_between: bool) -> tuple[list[float], list[Any]
     return losses, [score for _, score in versions]
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.mutation(
     "saving-replaces-the-adapter",
     "SaveWeightsForSampler.save.run.capture",

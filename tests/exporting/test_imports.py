@@ -72,6 +72,7 @@ def assert_computes(trainer: HFTrainer, model: Path, expected: np.ndarray) -> No
         assert_near(logprobs, exact[-12:], moved)
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.mutation(
     "parts-of-an-export-in-another-order",
     "PeftAdapter._parts",
@@ -110,6 +111,7 @@ def test_an_export_comes_back_bit_for_bit(tuned: Make, tmp_path: Path, family: s
 LANGUAGE = r".*language_model.*\.(q_proj|o_proj|up_proj)"
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.mutation(
     "alpha-of-peft-ignored", "PeftAdapter.state", "factor = module.alpha *", "factor = 32 *", cases=("qwen3-",)
 )

@@ -131,6 +131,7 @@ CASES = [
 ]
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.mutation(
     "what-an-adapter-lacks-begins-at-random",
     "PeftAdapter.state",

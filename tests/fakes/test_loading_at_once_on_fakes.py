@@ -39,6 +39,7 @@ def test_both_load_at_the_same_time_only_if_told_to() -> None:
     assert order == ["sampler", "trainer"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("broken", ["sampler", "trainer"])
 def test_a_start_whose_one_engine_fails_ends_the_other_one_that_still_loads(
     broken: str, tmp_path: Path, samplers: ModuleType, monkeypatch: pytest.MonkeyPatch

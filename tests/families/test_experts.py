@@ -219,6 +219,7 @@ class Merged:
         return part, None
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.mutation(
     "scores-of-experts-detached", "_Experts.backward", "return grad_x, grad_scores,", "return grad_x, None,"
 )

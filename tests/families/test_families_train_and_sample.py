@@ -98,6 +98,7 @@ def thread() -> EngineThread:
     return EngineThread()
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trainer_and_sampler_agree(
     models: Mapping[str, Trained], family: str, thread: EngineThread, tmp_path: Path

@@ -263,6 +263,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 """Fields of configs, and why models of them are refused."""
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_check_and_serve_refuse_a_model_in_the_same_sentence_before_an_engine_starts(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -132,6 +132,7 @@ def load_adapters(trainer: HFTrainer) -> None:
     trainer.load_adapter("text alone", noisy(trainer, LoraConfig(rank=3, seed=3), 3))
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.mutation(
     "towers-share-features",
     "_place_images",

@@ -105,6 +105,7 @@ def test_large_body_does_not_hold_up_heartbeats_on_fakes(fake_server: Any, kind:
     pytest.fail(f"a heartbeat took {min(shares):.0%} of the time of a large request, at best")
 
 
+@pytest.mark.more
 def test_thousand_idle_polls_on_connections_of_their_own_on_fakes(serve: Any) -> None:
     """Even where the shell allows few open files, which is usual."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 PROGRAM = """
 import atexit
 
@@ -21,6 +23,7 @@ main()
 """
 
 
+@pytest.mark.more
 def test_a_stopped_server_cleans_up_and_does_not_destroy_the_interpreter_on_fakes(serve: Callable[..., Any]) -> None:
     server = serve("--fake", "--model", "fake/bigram", program=PROGRAM)
     assert server.stop() == 0

@@ -83,6 +83,7 @@ def test_a_tensor_of_a_million_dimensions_is_refused() -> None:
         parse_forward_backward_envelope(message.SerializeToString()).decode()
 
 
+@pytest.mark.more
 async def test_a_small_gradient_is_prepared_between_the_slices_of_a_large_one_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -401,6 +401,7 @@ def test_sdk_beyond_the_quota_of_queued_requests_is_slowed_down_and_loses_nothin
     assert wide.refused == 0
 
 
+@pytest.mark.more
 def test_sdk_beyond_the_quota_of_samples_waits_and_gets_all_on_fakes(served: Any) -> None:
     server: Served = served(quotas=quotas("samples=2"))
     refusals: list[str] = []

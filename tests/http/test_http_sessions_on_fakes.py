@@ -421,6 +421,7 @@ async def test_engine_that_fails_to_free_keeps_no_session_alive_on_fakes(
     assert (await api.post("session_heartbeat", {"session_id": session})).status_code == 410
 
 
+@pytest.mark.more
 async def test_client_that_vanishes_in_the_middle_hurts_nobody_on_fakes(serve: Any) -> None:
     """Half a body, polls that are dropped, a connection that is reset: the server goes on, and logs no exception."""
     import socket

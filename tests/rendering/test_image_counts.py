@@ -17,6 +17,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P"])
 def test_25_shapes_count_alike_and_have_equal_pixels(rendering: Any, pictures: Any, mode: str) -> None:
     processor = rendering.processor.image_processor

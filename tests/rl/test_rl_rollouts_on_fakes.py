@@ -462,6 +462,7 @@ def test_rollouts_run_in_one_event_loop_after_the_other(sampler: ScriptedSampler
         assert rollouts.mean_reward == 2
 
 
+@pytest.mark.more
 async def test_rendering_large_images_leaves_the_event_loop_free(sampler: ScriptedSampler) -> None:
     """What others compute while the loop waits for its turn, in CPU time: wall time says how busy the machine is."""
     picture = np.random.default_rng(0).integers(0, 256, (1500, 2000, 3), dtype=np.uint8)

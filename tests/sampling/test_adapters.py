@@ -27,6 +27,7 @@ def expected_score(served: Any, prompt: Any, adapter: Any) -> Any:
         return served.hf.prompt_logprobs(prompt)
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("rank", [4, 8])
 @pytest.mark.parametrize("modules", [ATTENTION, MLP, LM_HEAD, ALL, r"q_proj$|down_proj$"])
 async def test_an_adapter_agrees_with_hf(served: Any, tmp_path: Path, modules: str, rank: int) -> None:

@@ -106,6 +106,7 @@ def same(ours: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_allclose(array, wanted, atol=1e-5)
 
 
+@pytest.mark.rotated(2)
 async def test_after_a_sleep_samples_are_what_they_were(
     sampler: VLLMSampler, works: list[SampleWork], allocator: PretendedAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from tinker_local.backend.vllm_engine.draw_tokens import FullVocabularyDraw
 from tests.sampling import one_pass_cases
 
 
+@pytest.mark.more
 @pytest.mark.mutation(
     "one-pass-without-noise",
     "one_pass_draw._draw",

@@ -33,6 +33,7 @@ def tower_features(folder: Path, images: npt.NDArray[np.uint8]) -> Array:
     return np.asarray(features.numpy(), np.float32)
 
 
+@pytest.mark.more
 def test_demo_model_reads_an_image_as_one_token_and_tells_strokes_apart(folder: Path) -> None:
     images = np.zeros((3, SIDE, SIDE, 3), np.uint8)
     images[1, 8:24, 12:16] = 255  # upright

@@ -47,6 +47,7 @@ def drawing(outline: str, colour: tuple[int, int, int], size: float, left: float
     return image
 
 
+@pytest.mark.more
 def test_it_matters_what_is_drawn_and_not_where(tower: Any) -> None:
     places = [drawing("ellipse", COLOURS[0], 16, left, top) for left, top in ((8, 8), (36, 12), (20, 36))]
     others = [drawing("ellipse", COLOURS[1], 16, 8, 8), drawing("triangle", COLOURS[0], 16, 8, 8)]
@@ -56,6 +57,7 @@ def test_it_matters_what_is_drawn_and_not_where(tower: Any) -> None:
     assert distances[3:].min() > 0.3 * np.linalg.norm(features[0])
 
 
+@pytest.mark.more
 def test_colours_and_outlines_can_be_read_off_by_a_linear_map(tower: Any) -> None:
     rng = np.random.default_rng(0)
     colours, outlines = rng.integers(0, len(COLOURS), 900), rng.integers(0, len(OUTLINES), 900)

@@ -372,6 +372,7 @@ def assert_gradients_near(ours: HFTrainer, theirs: Hooked, adapter_id: str) -> N
         assert_near(spec.view(gradient), wanted[spec.name], max(scale, smallest), f"{adapter_id} {spec.name}")
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.mutation(
     "gspo-ratio-of-a-chunk",
     "LmHead.logprobs_and_gradient",

@@ -55,6 +55,7 @@ def peft_logprobs(model: Any, datum: TrainDatum) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, torch.from_numpy(datum.target_tokens)[:, None])[:, 0]
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.mutation(
     "scale-without-rank",
     "Adapter.__init__",

@@ -19,6 +19,7 @@ from tinker_local.backend.training.run.recompute_policy import free_bytes
 FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "gemma3_text", "qwen3", "qwen3_untied", "qwen2_5_vl", "qwen3_vl")
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("decoder", ["auto", "autograd"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_decoder_without_values_tells_the_memory_of_the_loaded_one(

@@ -41,6 +41,7 @@ def works_of(make: Any, adapters: Sequence[str]) -> list[TrainWork]:
     return [make.work(adapter_id, LENGTHS) for adapter_id in adapters]
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.mutation(
     "norm-after-a-block-without-gradient",
     "NormAfter.backward",
@@ -99,6 +100,7 @@ def test_packed_sequences_equal_each_alone(
     assert_close(together, gradients(ours, "a"), 1e-6)
 
 
+@pytest.mark.rotated(3)
 @every_decoder
 def test_gradients_equal_peft_on_the_files_of_the_adapter(
     family: str,

@@ -80,6 +80,7 @@ def test_a_name_may_be_short_and_memory_may_have_its_unit(given: str, gib: float
     assert f"of {gib:.1f} GiB," in planned("--gpu", given, "Qwen/Qwen3-0.6B").output
 
 
+@pytest.mark.more
 def test_a_plan_is_that_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`place_engines` takes the context that `models` finds, and not one step more."""
     import torch
