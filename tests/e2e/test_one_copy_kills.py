@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,10 +158,13 @@ def test_no_kill_loses_what_was_acknowledged_or_changes_a_number(
 ) -> None:
     """ONE_COPY_KILLS=100 for as many; of the whole suite, each commit has others."""
     source = ModelSource("tiny/text", str(tiny_models["tiny/text"]))
-    backend = InProcessBackend([source], one_copy(tmp_path / "data"))
+    options = replace(one_copy(tmp_path / "data"), max_adapters=20 * (KILLS + 10))  # no run of a round is finished
+    backend = InProcessBackend([source], options)
     turn = int(os.environ[TURN] or "0", 16)
     rounds, chance = Rounds(start_in_process(backend), "tiny/text"), random.Random(turn)
     for number in range(turn, turn + KILLS):
         stage = STAGES[number % len(STAGES)]
-        rounds.disturb(stage, chance.choice(VICTIMS), chance.uniform(0, 1.2))
+        victim, moment, began = chance.choice(VICTIMS), chance.uniform(0, 1.2), time.monotonic()
+        rounds.disturb(stage, victim, moment)
+        print(f"{number - turn + 1}: {stage}, {victim} killed at {moment:.2f} of it, {time.monotonic() - began:.0f} s")
     print(dict(rounds.outcomes))

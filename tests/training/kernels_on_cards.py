@@ -27,6 +27,7 @@ from tinker_local.backend.training.kernels.triton_experts import TritonExperts
 from tinker_local.backend.training.kernels.triton_kernels import TritonKernels
 from tinker_local.backend.training.lora.lora_batch import LowRank, Owners
 from tinker_local.backend.vllm_engine.one_pass_draw import draw
+from tinker_local.backend.weights.triton_codes import times_few, unpacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,12 +260,22 @@ def launch_draw() -> None:
         draw(new(2, VOCABULARY, dtype=dtype), new(2, dtype=torch.float32), 7)
 
 
+def launch_codes(inputs: int) -> None:
+    """A matrix of 8 and of 4 bits, whole and in products with few rows."""
+    for group, (width, dtype) in itertools.product((128, 32), ((inputs, torch.int8), (inputs // 2, torch.uint8))):
+        codes, scales = new(2, width, dtype=dtype), new(2, inputs // group)
+        unpacked(codes, scales, torch.bfloat16)
+        for rows in (1, 32, 64):
+            times_few(new(rows, inputs), codes, scales)
+
+
 def launch_each_once() -> None:
     """Each kernel, with its largest blocks."""
     launch_decoder(LARGEST)
     launch_head()
     launch_experts(TritonExperts.most_rank, several=True)
     launch_draw()
+    launch_codes(4096)
 
 
 def launch_all() -> None:
@@ -275,6 +286,8 @@ def launch_all() -> None:
     for rank, several in itertools.product((1, 16, 32, 64, 128), (False, True)):
         launch_experts(rank, several=several)
     launch_draw()
+    for inputs in sorted({width for sizes in MODELS for width in (sizes.hidden, sizes.intermediate)}):
+        launch_codes(inputs)
 
 
 def compiled_for(card: Card, launch: Callable[[], None], folder: Path) -> Compiler:

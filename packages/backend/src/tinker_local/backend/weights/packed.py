@@ -10,14 +10,17 @@ import torch
 from tinker_local.backend.weights.codes import from_codes, inputs_of, to_codes
 from tinker_local.backend.weights.dense import concatenated, dense
 from tinker_local.backend.weights.frozen_matrix import FrozenMatrix
-from tinker_local.backend.weights.joined_names import GATE_UP, QKV
+from tinker_local.backend.weights.joined_names import GATE_UP, QKV, QKVZ
 from tinker_local.backend.weights.precision import BITS, Bits, group_of
 
 CODES, SCALES = "qweight", "scales"
 """Parameters in place of `weight`. vLLM's adapters know a matrix of codes by the first name."""
 
-NAMES = {*QKV.parts, QKV.vllm, *GATE_UP.parts, GATE_UP.vllm, "o_proj", "down_proj"}
-_MODULE = re.compile(r"(?:^|\.)layers\.\d+\.(?:self_attn|mlp)\.(\w+)$")
+NAMES = {
+    *(name for joined in (QKV, GATE_UP, QKVZ) for name in (*joined.parts, joined.vllm)),
+    *("o_proj", "down_proj", "out_proj"),
+}
+_MODULE = re.compile(r"(?:^|\.)layers\.\d+\.(?:self_attn|linear_attn|mlp)\.(\w+)$")
 
 
 def is_packed(path: str, inputs: int) -> bool:

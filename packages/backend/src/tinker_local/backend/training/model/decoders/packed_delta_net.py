@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from tinker_local.backend.training.kernels.delta_rule import DeltaRule, MixInputs, mix, mix_backward
 from tinker_local.backend.training.model.attention import Segments
+from tinker_local.backend.weights.packed import dense_name
 
 _LINEARS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 PARAMETERS = {*(f"{name}.weight" for name in _LINEARS), "conv1d.weight", "A_log", "dt_bias", "norm.weight"}
@@ -13,7 +14,7 @@ PARAMETERS = {*(f"{name}.weight" for name in _LINEARS), "conv1d.weight", "A_log"
 
 def is_delta_net(module: Any) -> bool:
     """Whether `module` has the parameters of a Gated DeltaNet as Qwen3.5 has it. What it computes is compared later."""
-    return {name for name, _ in module.named_parameters()} == PARAMETERS and module.activation == "silu"
+    return {dense_name(name) for name, _ in module.named_parameters()} == PARAMETERS and module.activation == "silu"
 
 
 def packed_delta_net(net: Any, hidden: torch.Tensor, segments: Segments) -> torch.Tensor:
