@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import machine, precision, processes
+from harness import machine, precision_tables, processes
 
 PARTS = ("text", "outliers", "engines")
 TINY: dict[str, Any] = {
@@ -92,14 +92,14 @@ def main() -> None:
             from tinker_local.backend.tiny_models import make_tiny_text_model
 
             make_tiny_text_model(model, family="llama")
-        settings = precision.SIZES | (TINY if options.tiny else {}) | {"model": str(model), "work": str(work)}
+        settings = precision_tables.SIZES | (TINY if options.tiny else {}) | {"model": str(model), "work": str(work)}
         for part in options.parts:
             # The packed ones before the dense one, which gets their adapters.
             places = [f"engines.{base}" for base in ("int8", "int4", "dense")] if part == "engines" else [part]
             for place in places:
                 known[place] = run(place, settings, work)
             if part == "engines":
-                known["gradients"] = precision.gradient_distances(work)
+                known["gradients"] = precision_tables.gradient_distances(work)
             found = {
                 "machine": machine.describe(),
                 "model": model.name,
@@ -107,8 +107,8 @@ def main() -> None:
                 "parts": known,
             }
             results.write_text(json.dumps(found, indent=1) + "\n")
-            options.name.with_name(f"{options.name.name}.md").write_text(precision.page(found))
-    print(precision.page(found))
+            options.name.with_name(f"{options.name.name}.md").write_text(precision_tables.page(found))
+    print(precision_tables.page(found))
 
 
 if __name__ == "__main__":

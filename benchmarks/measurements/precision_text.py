@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness.precision import BASES, texts
+from harness.precision_tables import BASES, texts
 from tinker_local.backend.weights.codes import from_codes, to_codes
 from tinker_local.backend.weights.packed import pack_layers, packable_modules
 from tinker_local.backend.weights.precision import BITS, group_of

@@ -71,28 +71,28 @@ def test_errors_of_matrices_are_by_their_norms(small: Any) -> None:
 
 
 def test_differences_are_paired_and_have_students_interval() -> None:
-    from harness import precision
+    from harness import precision_tables
 
-    middle, low, high = precision.interval([1.0, 2.0, 3.0])
+    middle, low, high = precision_tables.interval([1.0, 2.0, 3.0])
     # t(0.975, 2) = 4.30265, standard error 1 / sqrt(3)
     assert (middle, low, high) == pytest.approx((2.0, 2.0 - 2.484138, 2.0 + 2.484138), abs=1e-5)
-    assert precision.interval([1.0]) == (1.0, -math.inf, math.inf)
+    assert precision_tables.interval([1.0]) == (1.0, -math.inf, math.inf)
     one, other = np.array([1.0, 1.0, 0.0]), np.array([1.0, 0.0, 0.0])
-    assert precision.distance(one, other) == pytest.approx({"cosine": 2**-0.5, "relative": 1.0, "norms": 2**0.5})
+    assert precision_tables.distance(one, other) == pytest.approx({"cosine": 2**-0.5, "relative": 1.0, "norms": 2**0.5})
 
 
 def test_texts_are_real_and_those_that_are_there(tmp_path: Path) -> None:
-    from harness import precision
+    from harness import precision_tables
 
     folder = tmp_path / "model"
     folder.mkdir()
-    without = precision.texts(folder)
+    without = precision_tables.texts(folder)
     assert set(without) == {"Python's documentation", "this project's pages"}
     (folder / "LICENSE").write_text("a licence")
     questions = tmp_path / "easy-vqa" / "train"
     questions.mkdir(parents=True)
     (questions / "questions.json").write_text(json.dumps([["what is it?", "a disc", 0]]))
-    with_all = precision.texts(folder)
+    with_all = precision_tables.texts(folder)
     assert with_all["Apache License 2.0"] == "a licence"
     assert with_all["easy-vqa's questions"] == "what is it? a disc"
 
