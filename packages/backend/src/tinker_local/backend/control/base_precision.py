@@ -8,7 +8,7 @@ says so.
 from collections.abc import Mapping
 
 from tinker_local.backend.models.served_models import ServedModel
-from tinker_local.backend.storage.records import BEGAN_ON, CheckpointRecord
+from tinker_local.backend.storage.records import BEGAN_ON, ELSEWHERE, CheckpointRecord
 from tinker_local.backend.weights.precision import DENSE, base_in
 from tinker_local.types import InvalidRequestError
 
@@ -39,6 +39,11 @@ def began_on(record: CheckpointRecord, base: ServedModel) -> str | None:
     if record.base_precision != base.engines.base_precision:
         return str(earlier or record.base_precision or DENSE)
     return None if earlier is None else str(earlier)
+
+
+def began_elsewhere(base: ServedModel) -> str | None:
+    """The same of an adapter that is imported; None where the base is dense."""
+    return None if base.engines.base_precision is None else ELSEWHERE
 
 
 def began_metadata(precision: str | None) -> Mapping[str, str]:

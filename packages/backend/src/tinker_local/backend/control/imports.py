@@ -12,7 +12,7 @@ from tinker_local.backend.adapters.adapter import AdapterState
 from tinker_local.backend.adapters.peft_adapters import PeftAdapter, read_peft_adapter
 from tinker_local.backend.adapters.peft_config import MAX_CONFIG_BYTES
 from tinker_local.backend.adapters.whole_matrices import bytes_of_whole_matrices, check_whole_matrices
-from tinker_local.backend.control.base_precision import note_of_import
+from tinker_local.backend.control.base_precision import began_elsewhere, note_of_import
 from tinker_local.backend.control.callers import LOCAL, Caller
 from tinker_local.backend.control.checkpoints import Checkpoints
 from tinker_local.backend.control.sessions import LONGEST_NAME, LONGEST_VALUE, Sessions
@@ -156,7 +156,7 @@ class Imports:
             begun = await base.scheduler.call(fresh)
             state, notes = await DISK.run(adapter.state, begun, family_of(base.engines.arch, base_model))
             if (run := self._runs.live(model_id)) is not None:
-                run.imported = True
+                run.imported, run.began_on = True, began_elsewhere(base)
             await base.scheduler.call(trainer.load_adapter, model_id, state)
             return {"model_id": model_id}
 

@@ -6,6 +6,7 @@ from typing import Literal
 from tinker_local.backend.adapters.peft_experts import PEFT_VERSION
 from tinker_local.backend.exporting.peft_folder import vllm_rank
 from tinker_local.backend.exporting.trained import Trained
+from tinker_local.backend.storage.records import ELSEWHERE
 from tinker_local.backend.weights.precision import BITS, DENSE, base_in
 
 Target = Literal["peft", "vllm", "merged"]
@@ -65,7 +66,9 @@ def _base_of_training(trained: Trained, to: Target) -> list[str]:
             f"- trained on a base in {bits}: it learned beside that rounding, and {does} the base as its files have it "
             f"({trained.base.dtype}), with which it was compared"
         )
-    if source.began_on is not None:
+    if source.began_on == ELSEWHERE:
+        lines.append("- its first weights were imported, and trained elsewhere")
+    elif source.began_on is not None:
         lines.append(
             f"- its first weights were trained on {base_in(None if source.began_on == DENSE else source.began_on)}"
         )

@@ -20,7 +20,10 @@ LOCAL_PROJECT = "local"
 
 BEGAN_ON = "tinker_local.began_on"
 """The entry of a checkpoint's `user_metadata` that says in what the base was on which its first weights were trained,
-if its run trained on another: "dense", "int8" or "int4"."""
+if its run trained on another: "dense", "int8" or "int4"; or `ELSEWHERE`."""
+
+ELSEWHERE = "elsewhere"
+"""Of an adapter that was imported where the base is not dense: in what its own was is not known."""
 
 EndReason = Literal["success", "errored", "interrupted", "heartbeats_lost"]
 """Why a session ended: what its client reported, or that its heartbeats stopped."""
