@@ -312,6 +312,7 @@ async def open_api(
             arch="fake",
             tolerance=1e-4,
             text=FakeText(model),
+            base_precision=options.base_precision,
         )
         return engines[source.name]
 

@@ -114,6 +114,19 @@ async def test_an_adapter_of_some_modules_and_another_alpha_is_told_on_fakes(api
     assert np.array_equal(found[f"{PATH}.lora_B.weight"], tensors[f"{PATH}.lora_B.weight"] / 4)
 
 
+async def test_an_adapter_on_a_packed_base_is_told_to_be_from_elsewhere_on_fakes(start_api: StartApi) -> None:
+    """Its checkpoints are of that base, as what follows will be, and their optimizer is fresh."""
+    api = await start_api(base_precision="int4")
+    _, folder = await trained(api)
+    told = (await send(api, archive(folder), name="imported")).json()
+    note = "it was trained elsewhere, and this server has a base in 4 bits (int4)"
+    assert told["notes"] == [note]
+    for path in (told["path"], told["sampler_path"]):
+        record = await api.backend.checkpoints.get(path)
+        assert record.base_precision == "int4"
+        assert record.user_metadata == {"import": note, "tinker_local.began_on": "elsewhere"}
+
+
 async def test_an_adapter_that_names_another_base_model_is_refused_unless_told_on_fakes(api: Api) -> None:
     _, folder = await trained(api)
     config = json.loads((folder / CONFIG).read_text()) | {"base_model_name_or_path": "Qwen/Qwen3-8B"}

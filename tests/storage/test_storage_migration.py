@@ -109,7 +109,7 @@ def test_a_folder_of_version_1_opens_with_everything_in_it(old_folder: Path) -> 
     store.close()
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 7])
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 10, 11])
 def test_a_migration_that_was_killed_is_brought_to_its_end(old_folder: Path, step: int) -> None:
     code = f"""
 import os, sys

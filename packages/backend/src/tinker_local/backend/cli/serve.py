@@ -227,7 +227,7 @@ def _tell_unused(context: click.Context) -> None:
     if context.get_parameter_source(of_gpus) != click.core.ParameterSource.DEFAULT and not memory_of_gpus():
         NOTICES.warning("--gpu-memory-utilization changes nothing: this machine has no NVIDIA GPU")
     if context.params["fake"] and context.params["base_precision"]:
-        NOTICES.warning("--base-precision changes nothing: --fake has no matrices")
+        NOTICES.warning("--base-precision packs nothing: --fake has no matrices; records name it all the same")
 
 
 def _check(models: Sequence[ModelSource], options: BackendOptions, fake: bool) -> None:

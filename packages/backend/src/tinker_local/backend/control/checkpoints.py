@@ -216,6 +216,7 @@ class Checkpoints:
             when,
             user_metadata=layout.as_metadata(),
             copied_from=source.tinker_path,
+            base_precision=source.base_precision,
         )
         path = f"tinker://{run_id}/{source.kind}/{source.name}"
         try:

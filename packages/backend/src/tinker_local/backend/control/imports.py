@@ -12,6 +12,7 @@ from tinker_local.backend.adapters.adapter import AdapterState
 from tinker_local.backend.adapters.peft_adapters import PeftAdapter, read_peft_adapter
 from tinker_local.backend.adapters.peft_config import MAX_CONFIG_BYTES
 from tinker_local.backend.adapters.whole_matrices import bytes_of_whole_matrices, check_whole_matrices
+from tinker_local.backend.control.base_precision import began_elsewhere, note_of_import
 from tinker_local.backend.control.callers import LOCAL, Caller
 from tinker_local.backend.control.checkpoints import Checkpoints
 from tinker_local.backend.control.sessions import LONGEST_NAME, LONGEST_VALUE, Sessions
@@ -155,12 +156,12 @@ class Imports:
             begun = await base.scheduler.call(fresh)
             state, notes = await DISK.run(adapter.state, begun, family_of(base.engines.arch, base_model))
             if (run := self._runs.live(model_id)) is not None:
-                run.imported = True
+                run.imported, run.began_on = True, began_elsewhere(base)
             await base.scheduler.call(trainer.load_adapter, model_id, state)
             return {"model_id": model_id}
 
-        await self._runs.begin("load_weights", new_run(model_id, base_model, config, None), base, optimizer, make)
-        return notes
+        await self._runs.begin("load_weights", new_run(model_id, base_model, base, config, None), base, optimizer, make)
+        return (*notes, *note_of_import(base))
 
 
 def _check_base(named: str, base: ServedModel, base_model: str) -> None:

@@ -27,7 +27,7 @@ from tinker_local.backend.control.training_commands import Training
 from tinker_local.backend.control.training_runs import TrainingRuns
 from tinker_local.backend.models.load_engines import load_base_models
 from tinker_local.backend.models.metrics import ModelMetrics
-from tinker_local.backend.models.served_models import EngineLoader, Progress, ServedModels, by_path
+from tinker_local.backend.models.served_models import EngineLoader, Progress, ServedModel, ServedModels, by_path
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.scheduling.operation_totals import OperationTotals
 from tinker_local.backend.scheduling.operations import Operation, Operations
@@ -320,9 +320,16 @@ class ControlPlane:
                 "max_context_length": self.models.get(name).max_context_length,
                 "trainable": True,
                 "sampleable": True,
+                **_packed(self.models.get(name)),
             }
             for name in self.models.names()
         ]
+
+
+def _packed(model: ServedModel) -> dict[str, str]:
+    """In what its base is, if it is not dense. Not part of the Tinker API."""
+    precision = model.engines.base_precision
+    return {} if precision is None else {"base_precision": precision}
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

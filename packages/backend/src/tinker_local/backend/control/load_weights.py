@@ -1,9 +1,11 @@
 """`load_weights`: a checkpoint into a new training run, or into an existing one as its first command."""
 
+import logging
 from dataclasses import replace
 from typing import Any
 
 from tinker_local.backend.adapters.adapter import AdapterState
+from tinker_local.backend.control.base_precision import began_on, other_precision, refuse_other_precision
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses
 from tinker_local.backend.control.sessions import Sessions, check_no_token, check_user_metadata
 from tinker_local.backend.control.training_runs import Command, TrainingRun, TrainingRuns, new_run
@@ -25,6 +27,8 @@ from tinker_local.types import (
     UnsupportedError,
 )
 from tinker_local.types.requests_and_results import asks_for_vision
+
+log = logging.getLogger(__name__)
 
 
 class LoadWeights:
@@ -56,6 +60,8 @@ class LoadWeights:
         name = self._base_models.served_name(request.base_model or record.base_model)
         base = self._base_models.get(name)
         check_base(record, base, name)
+        if request.optimizer:
+            refuse_other_precision(record, base)
         check_user_metadata(request.user_metadata)
         if asks_for_vision(request.user_metadata) and not record.lora_config.train_vision:
             raise InvalidRequestError(
@@ -79,10 +85,10 @@ class LoadWeights:
             operation.timeline.enter("running")
             await base.scheduler.call(base.engines.trainer.load_adapter, model_id, state)
             if (model := self._runs.live(model_id)) is not None:
-                model.source, model.source_optimizer = record, request.optimizer
+                _loaded(model, record, request)
             return {"path": request.path, "model_id": model_id}
 
-        run = new_run(model_id, name, record.lora_config, metadata)
+        run = new_run(model_id, name, base, record.lora_config, metadata)
         operation = self._runs.begin("load_weights", run, base, optimizer, make)
         return operation
 
@@ -101,6 +107,8 @@ class LoadWeights:
                 raise UnsupportedError("base_model, user_metadata: only when the load creates the model")
             record = await self._checkpoint(request)
             check_base(record, model.base, model.record.base_model)
+            if request.optimizer:
+                refuse_other_precision(record, model.base)
             have, want = model.record.lora_config, record.lora_config
             if without_seed(have) != without_seed(want):
                 raise InvalidRequestError(
@@ -117,7 +125,7 @@ class LoadWeights:
             if model.queue.closed:  # and the adapter removed
                 raise GoneError(f"model_id: {model.model_id} ended while the checkpoint was read")
             await model.base.scheduler.call(model.base.engines.trainer.load_adapter, model.model_id, state)
-            model.source, model.source_optimizer = record, request.optimizer
+            _loaded(model, record, request)
             operation.succeed({"path": request.path, "model_id": model.model_id})
 
         return run
@@ -152,6 +160,15 @@ class LoadWeights:
         with self._uses.using(record):
             state = await DISK.run(self._store.read_checkpoint, record, optimizer=request.optimizer)
         return replace(state, base_model=base.names[0], optimizer_type=optimizer.name)
+
+
+def _loaded(model: TrainingRun, record: CheckpointRecord, request: LoadWeightsRequest) -> None:
+    """`model` has the weights of `record` now. If they were trained on a base in other bits, the log says so, and so
+    will the checkpoints of the run."""
+    model.source, model.source_optimizer = record, request.optimizer
+    model.began_on = began_on(record, model.base)
+    if (notice := other_precision(record, model.base)) is not None:
+        log.warning("run %s: %s", model.model_id, notice)
 
 
 def check_base(record: CheckpointRecord, base: ServedModel, name: str) -> None:

@@ -1,6 +1,7 @@
 """Sampling sessions, each on a base model or on one immutable version of an adapter; and the samples of each."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from tinker_local.backend.adapters.adapter import AdapterVersion
+from tinker_local.backend.control.base_precision import other_precision
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses, version_of
 from tinker_local.backend.control.ephemeral_versions import EphemeralVersion, EphemeralVersions
 from tinker_local.backend.control.recorded_samples import RecordedSamples
@@ -63,6 +65,8 @@ from tinker_local.types import (
     UnsupportedError,
 )
 from tinker_local.types.codec import decode_sample_output, encode_sample_output
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -138,6 +142,7 @@ class Sampling:
         self.ephemeral = EphemeralVersions(quotas, versions)
         self.recorded = RecordedSamples()
         self._in_samplers: dict[ServedModel, SamplerQueue] = {}
+        self._told_precisions: set[str] = set()
 
     # Sessions -------------------------------------------------------------------------------------------------------
 
@@ -217,6 +222,7 @@ class Sampling:
     def _remember(self, session: SamplingSession) -> SamplingSession:
         """`session`, or the one that is open under its id already."""
         record = session.record
+        self._tell_precision(session)
         self._of_session.setdefault(record.session_id, {})[record.sampling_session_id] = None
         return self._open.setdefault(record.sampling_session_id, session)
 
@@ -246,6 +252,15 @@ class Sampling:
         session = SamplingSession(record, owner, base, self._clients(reopened=True), checkpoint=checkpoint)
         self._check_there(session)
         return self._remember(session)
+
+    def _tell_precision(self, session: SamplingSession) -> None:
+        """Say once, of each checkpoint, that it was trained on a base in other bits."""
+        checkpoint = session.checkpoint
+        if checkpoint is None or checkpoint.tinker_path in self._told_precisions:
+            return
+        if (notice := other_precision(checkpoint, session.base)) is not None:
+            self._told_precisions.add(checkpoint.tinker_path)
+            log.warning("samples: %s", notice)
 
     def _clients(self, *, reopened: bool = False) -> SamplingClients:
         return SamplingClients(self._options.result_retention, reopened=reopened)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
+from tinker_local.backend.control.base_precision import began_metadata
 from tinker_local.backend.control.checkpoint_lifetime import expiry
 from tinker_local.backend.control.run_progress import RunProgress
 from tinker_local.backend.control.sessions import Sessions, check_user_metadata
@@ -70,6 +71,7 @@ class TrainingRun:
     imported: its adapter came from elsewhere, so that without a `source` only the trainer has it.
     source_optimizer: its optimizer is that of `source`.
     progress: what it has done.
+    began_on: in what the base was on which its first weights were trained, if in another precision than here.
     told_losses: those of which the log has said that their definition is this project's.
     captures: tasks that write or publish what was captured of it.
     """
@@ -95,6 +97,7 @@ class TrainingRun:
     source_optimizer: bool = False
     imported: bool = False
     progress: RunProgress = field(default_factory=RunProgress)
+    began_on: str | None = None
     told_losses: set[str] = field(default_factory=set)
     captures: set[asyncio.Task[Any]] = field(default_factory=set)
 
@@ -146,7 +149,8 @@ class TrainingRun:
             has_optimizer=kind == "weights",
             save_number=self.next_save(),
             expires_at=expiry(when, ttl_seconds),
-            user_metadata=user_metadata or {},
+            user_metadata={**(user_metadata or {}), **began_metadata(self.began_on)},
+            base_precision=self.record.base_precision,
         )
 
     def beside(self, operation: Operation[Any], work: Awaitable[None]) -> None:
@@ -224,7 +228,7 @@ class TrainingRuns:
             await base.scheduler.call(create, model_id, config, optimizer.name)
             return {"model_id": model_id}
 
-        record = new_run(model_id, name, config, request.user_metadata)
+        record = new_run(model_id, name, base, config, request.user_metadata)
         return self.begin("create_model", record, base, optimizer, make)
 
     def creation(self, model_id: str, kind: OperationKind) -> Operation[dict[str, Any]] | None:
@@ -455,12 +459,19 @@ class TrainingRuns:
 
 
 def new_run(
-    model_id: str, base_model: str, config: LoraConfig, user_metadata: dict[str, Any] | None
+    model_id: str, base_name: str, base: ServedModel, config: LoraConfig, user_metadata: Mapping[str, Any] | None
 ) -> TrainingRunRecord:
-    """The record of a run that begins now."""
+    """The record of a run on `base`, `base_name` to its client, that begins now."""
     when = datetime.now(UTC)
     return TrainingRunRecord(
-        model_id, session_of(model_id), base_model, config, when, when, user_metadata=user_metadata or {}
+        model_id,
+        session_of(model_id),
+        base_name,
+        config,
+        when,
+        when,
+        user_metadata=user_metadata or {},
+        base_precision=base.engines.base_precision,
     )
 
 

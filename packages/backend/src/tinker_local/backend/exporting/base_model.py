@@ -45,6 +45,16 @@ class BaseModel:
 
         return "float32" if self.config.dtype in (None, torch.float32, torch.float64) else "bfloat16"
 
+    @cached_property
+    def groups(self) -> tuple[int, ...]:
+        """How many numbers of a row share a scale where a server packs this model: the sizes, largest first."""
+        from tinker_local.backend.weights.packed import packable_modules
+        from tinker_local.backend.weights.precision import group_of
+
+        decoder = self.model.get_submodule(self.family.decoder_path)
+        sizes = {group_of(module.in_features) for _, module in packable_modules(decoder)}
+        return tuple(sorted((size for size in sizes if size), reverse=True))
+
     def target_modules(self, paths: Sequence[str]) -> tuple[str, ...]:
         """PEFT's `target_modules` for exactly these paths."""
         from tinker_local.backend.training.lora.lora import target_modules

@@ -21,6 +21,7 @@ from tinker_local.backend.exporting.base_model import BaseModel
 from tinker_local.backend.exporting.peft_folder import vllm_rank
 from tinker_local.backend.exporting.trained import Trained
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
+from tinker_local.backend.weights.precision import BITS, DENSE, base_in
 from tinker_local.types import InternalError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class Checked:
     """`largest` and `mean`: differences of logprobs (nats) between trainer and export. `effect`: the largest
     difference that the adapter makes to the base model, without which the others say nothing. `library`: what loaded
     the export; `positions`: how many were compared, `images`: in how many images' prompts. `rounding`: how far other
-    rounding moves the trainer's logprob that it moves most; 0 in bfloat16, where it is not asked for."""
+    rounding moves the trainer's logprob that it moves most; 0 in bfloat16, where it is not asked for. `moved`: how far
+    the trainer's logprobs on the packed base on which the adapter was trained are from those on this one, in words."""
 
     library: str
     dtype: str
@@ -58,6 +60,7 @@ class Checked:
     positions: int
     images: int
     rounding: float
+    moved: str = ""
 
     @property
     def limit(self) -> float:
@@ -78,7 +81,7 @@ class Checked:
         return (
             f"{self.library} and the trainer differ by {self.largest:.1e} nats at most, {self.mean:.1e} on average, in "
             f"{self.positions} logprobs{image} ({self.dtype}, {limit}); the adapter changes them by up to "
-            f"{self.effect:.2g}{weak}"
+            f"{self.effect:.2g}{weak}{self.moved}"
         )
 
 
@@ -141,9 +144,10 @@ def make_probe(base: BaseModel) -> Probe:
 
 
 class Reference:
-    """The trainer with the adapter: what an export is compared with. Holds the base model until `close`."""
+    """The trainer with the adapter: what an export is compared with. Holds the base model, its layers in `weights`,
+    until `close`."""
 
-    def __init__(self, trained: Trained, device: str) -> None:
+    def __init__(self, trained: Trained, device: str, weights: str = DENSE) -> None:
         from tinker_local.backend.training.run.worker import HFTrainer
         from tinker_local.backend.training.trainer_config import TrainerConfig
 
@@ -151,7 +155,7 @@ class Reference:
         rank = trained.config.rank
         self._dtype = base.dtype
         self._trainer = HFTrainer(
-            TrainerConfig(base.path, name=base.path, dtype=base.dtype, device=device, max_rank=rank)
+            TrainerConfig(base.path, name=base.path, dtype=base.dtype, device=device, max_rank=rank, weights=weights)
         )
         self._trainer.load_adapter("trained", trained.state())
 
@@ -196,9 +200,10 @@ def check_by_transformers(folder: Path, trained: Trained, to: str, device: str) 
     ours, without = reference.logprobs(probe.prompts)
     rounding = reference.rounding(probe.prompts, ours)
     reference.close()
+    moved = _moved(trained, device, [probe.prompts], ours)
     theirs = _loaded_logprobs(folder, trained, to, device, probe)
     return _compare(
-        "transformers" if to == "merged" else "PEFT", trained.base.dtype, ours, theirs, without, rounding, probe
+        "transformers" if to == "merged" else "PEFT", trained.base.dtype, ours, theirs, without, rounding, probe, moved
     )
 
 
@@ -267,16 +272,39 @@ def check_by_vllm(folder: Path, trained: Trained, device: str) -> Checked:
     found = [reference.logprobs([prompt]) for prompt in extended]
     rounding = max(reference.rounding([prompt], pair[0]) for prompt, pair in zip(extended, found, strict=True))
     reference.close()
+    moved = _moved(trained, device, [[prompt] for prompt in extended], np.concatenate([pair[0] for pair in found]))
     counts = [len(answer["tokens"]) for answer in answers]
     ours, without = (
         np.concatenate([pair[which][-count:] for pair, count in zip(found, counts, strict=True)]) for which in (0, 1)
     )
     theirs = np.array([logprob for answer in answers for logprob in answer["logprobs"]], np.float32)
-    return _compare("vLLM", trained.base.dtype, ours, theirs, without, rounding, probe)
+    return _compare("vLLM", trained.base.dtype, ours, theirs, without, rounding, probe, moved)
+
+
+def _moved(trained: Trained, device: str, prompts: Sequence[Sequence[RenderedInput]], ours: Logprobs) -> str:
+    """How far `ours` are from the trainer's logprobs on the packed base on which the adapter was trained, in words;
+    empty if that was dense."""
+    precision = trained.source.base_precision
+    if precision is None or precision not in BITS:
+        return ""
+    packed = Reference(trained, device, precision)
+    apart = np.abs(np.concatenate([packed.logprobs(each)[0] for each in prompts]) - ours)
+    packed.close()
+    return (
+        f"; on {base_in(precision)}, where it was trained, the trainer's are {apart.max():.2g} nats from these at "
+        f"most, {apart.mean():.2g} on average"
+    )
 
 
 def _compare(
-    library: str, dtype: str, ours: Logprobs, theirs: Logprobs, without: Logprobs, rounding: float, probe: Probe
+    library: str,
+    dtype: str,
+    ours: Logprobs,
+    theirs: Logprobs,
+    without: Logprobs,
+    rounding: float,
+    probe: Probe,
+    moved: str,
 ) -> Checked:
     difference = np.nan_to_num(np.abs(ours - theirs), nan=np.inf)
     return Checked(
@@ -288,4 +316,5 @@ def _compare(
         len(ours),
         sum(len(prompt.images) for prompt in probe.prompts),
         rounding,
+        moved,
     )

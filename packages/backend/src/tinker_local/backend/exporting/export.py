@@ -20,6 +20,7 @@ from tinker_local.backend.exporting.model_card import Target, write_card
 from tinker_local.backend.exporting.peft_folder import check_vllm_takes, write_adapter_for
 from tinker_local.backend.exporting.trained import find_checkpoint, read_trained
 from tinker_local.backend.options import default_data_dir
+from tinker_local.backend.weights.precision import base_in
 from tinker_local.types import InternalError, InvalidRequestError
 
 Device = Literal["cpu", "cuda"]
@@ -106,5 +107,10 @@ def export_checkpoint(
         warnings.append(
             "the LM head was trained, and the base model ties it to its embedding: do not merge this adapter with "
             "PEFT's merge_and_unload or the cookbook's build_hf_model, which would change both; use --to merged"
+        )
+    if source.base_precision is not None:
+        warnings.append(
+            f"the adapter was trained on {base_in(source.base_precision)}, and this is of the base as its files have "
+            "it, which computes something else: measure it before you rely on it"
         )
     return Exported(out, found.path, checked, tuple(warnings))

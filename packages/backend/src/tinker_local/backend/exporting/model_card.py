@@ -6,6 +6,8 @@ from typing import Literal
 from tinker_local.backend.adapters.peft_experts import PEFT_VERSION
 from tinker_local.backend.exporting.peft_folder import vllm_rank
 from tinker_local.backend.exporting.trained import Trained
+from tinker_local.backend.storage.records import ELSEWHERE
+from tinker_local.backend.weights.precision import BITS, DENSE, base_in
 
 Target = Literal["peft", "vllm", "merged"]
 
@@ -45,11 +47,32 @@ def write_card(folder: Path, out: Path, trained: Trained, to: Target, checked: s
         f"- base model: `{base.path}`",
         f"- adapter: rank {config.rank}, on {', '.join(parts)}",
         *([f"- trained with {words}"] if (words := trained.source.layout.words()) else []),
+        *_base_of_training(trained, to),
         f"- checked: {checked}",
         "",
         *_usage(out, trained, to),
     ]
     (folder / "README.md").write_text("\n".join(lines) + "\n")
+
+
+def _base_of_training(trained: Trained, to: Target) -> list[str]:
+    """On which bits of the base it was trained, unless that was dense from the first step on."""
+    source, lines = trained.source, []
+    if (precision := source.base_precision) is not None:
+        groups = " and ".join(map(str, trained.base.groups))
+        bits = f"{BITS[precision]} bits ({precision}, groups of {groups})" if precision in BITS else precision
+        does = "was merged into" if to == "merged" else "is for"
+        lines.append(
+            f"- trained on a base in {bits}: it learned beside that rounding, and {does} the base as its files have it "
+            f"({trained.base.dtype}), with which it was compared"
+        )
+    if source.began_on == ELSEWHERE:
+        lines.append("- its first weights were imported, and trained elsewhere")
+    elif source.began_on is not None:
+        lines.append(
+            f"- its first weights were trained on {base_in(None if source.began_on == DENSE else source.began_on)}"
+        )
+    return lines
 
 
 def _libraries(trained: Trained, to: Target) -> str:

@@ -16,9 +16,10 @@ from tinker_local.backend.adapters.joined_parts import joined_parts
 from tinker_local.backend.adapters.peft_experts import check_experts_together, target_parameters
 from tinker_local.backend.exporting.base_model import BaseModel
 from tinker_local.backend.families.family import Experts
-from tinker_local.backend.storage.checkpoint_folders import REMOVING, UNFINISHED
+from tinker_local.backend.storage.checkpoint_folders import REMOVING, UNFINISHED, precision_in
 from tinker_local.backend.storage.model_paths import model_paths
 from tinker_local.backend.storage.names import parse_tinker_path, safe_segment
+from tinker_local.backend.storage.records import BEGAN_ON
 from tinker_local.backend.weights.joined_names import EXPERTS_GATE_UP
 from tinker_local.types import InvalidRequestError, LoraConfig, NotFoundError, PromptLayout
 
@@ -27,13 +28,17 @@ from tinker_local.types import InvalidRequestError, LoraConfig, NotFoundError, P
 class CheckpointFolder:
     """The files of an adapter. `name`: its tinker path if it is known, else the folder. `base_name`: of the base model
     as clients call it, maybe empty. `base_path`: the folder or hub name that a server served under it, if recorded.
-    `layout`: how its program put pictures into prompts, if it said so for the checkpoint or for its run."""
+    `layout`: how its program put pictures into prompts, if it said so for the checkpoint or for its run.
+    `base_precision`: in what the base was that it was trained on, "int8" or "int4"; None: dense, or not recorded.
+    `began_on`: the same of its first weights, if they were trained on another."""
 
     folder: Path
     name: str
     base_name: str
     base_path: str | None
     layout: PromptLayout
+    base_precision: str | None = None
+    began_on: str | None = None
 
 
 def find_checkpoint(checkpoint: str, data_dir: Path) -> CheckpointFolder:
@@ -57,13 +62,29 @@ def find_checkpoint(checkpoint: str, data_dir: Path) -> CheckpointFolder:
     its_data = absolute.parents[3] if len(absolute.parents) > 3 else data_dir
     known = model_paths(its_data) if described else model_paths(data_dir)
     name = str(described.get("tinker_path") or folder)
-    return CheckpointFolder(folder, name, base_name, known.get(base_name), _layout(described))
+    began = _metadata(described).get(BEGAN_ON)
+    return CheckpointFolder(
+        folder,
+        name,
+        base_name,
+        known.get(base_name),
+        PromptLayout.of({**_metadata(described.get("training_run")), **_metadata(described)}),
+        base_precision=_precision(described, folder),
+        began_on=None if began is None else str(began),
+    )
 
 
-def _layout(described: Mapping[str, Any]) -> PromptLayout:
-    """What the metadata of a description's run and checkpoint say, as the server reads it."""
-    found = [each.get("user_metadata") for each in (described.get("training_run"), described) if isinstance(each, dict)]
-    return PromptLayout.of({key: value for each in found if isinstance(each, dict) for key, value in each.items()})
+def _metadata(described: Any) -> Mapping[str, Any]:
+    """The `user_metadata` in a description of a checkpoint or run; empty if it has none."""
+    found = described.get("user_metadata") if isinstance(described, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _precision(described: Mapping[str, Any], folder: Path) -> str | None:
+    try:
+        return precision_in(described)
+    except ValueError as error:
+        raise InvalidRequestError(f"{folder / DESCRIPTION}: {error}") from error
 
 
 def _folder_of(path: str, data_dir: Path) -> Path:

@@ -114,12 +114,14 @@ async def weights_info(request: Request, backend: Backend) -> dict[str, Any]:
         "train_attn": config.train_attn,
         **({"train_vision": True} if config.train_vision else {}),
         "optimizer_config": {"type": await backend.checkpoints.optimizer_of(record)},
+        **({"base_precision": record.base_precision} if record.base_precision else {}),
         **({"unusable": record.unusable} if record.unusable else {}),
     }
 
 
 def checkpoint_json(record: CheckpointRecord) -> dict[str, Any]:
-    """A checkpoint on the wire. `base_model` is for SDKs from 0.39 on; older ones ignore it."""
+    """A checkpoint on the wire. `base_model` is for SDKs from 0.39 on; older ones ignore it, as all do what follows
+    `user_metadata` up to `expires_at`."""
     found: dict[str, Any] = {
         "checkpoint_id": record.checkpoint_id,
         "checkpoint_type": WIRE_TYPE[record.kind],
@@ -130,8 +132,10 @@ def checkpoint_json(record: CheckpointRecord) -> dict[str, Any]:
         "public": record.public,
         "user_metadata": dict(record.user_metadata),
     }
+    if record.base_precision:
+        found["base_precision"] = record.base_precision
     if record.missing:
-        found["missing"] = True  # and the SDK ignores it
+        found["missing"] = True
     if record.unusable:
         found["unusable"] = record.unusable
     if record.expires_at is not None:
@@ -175,6 +179,8 @@ def run_json(record: TrainingRunRecord, last: Mapping[CheckpointKind, Checkpoint
         "last_request_time": record.last_request_at.isoformat(),
         "user_metadata": dict(record.user_metadata),
     }
+    if record.base_precision:
+        found["base_precision"] = record.base_precision
     if "weights" in last:
         found["last_checkpoint"] = checkpoint_json(last["weights"])
     if "sampler_weights" in last:

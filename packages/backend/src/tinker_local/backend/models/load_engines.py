@@ -605,6 +605,7 @@ def _load_real(
         wanted_context=min(options.max_context_length or longest, longest),
         stages=stages,
         holder=holder,
+        base_precision=options.base_precision,
     )
 
 
@@ -737,6 +738,7 @@ def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
         text=FakeText(model),
         no_grammars=SWITCHED_OFF if options.grammars == "never" else "",
         tools=FakeTools(),
+        base_precision=options.base_precision,
     )
 
 

@@ -71,6 +71,7 @@ class Engines:
     on long texts; 0: it does not. `kv_cache_bytes`: of the sampler, on each of its GPUs; 0:
     not known. `wanted_context`: positions that the model and the options allow; 0: not known. `stages`: where the time
     of loading went, of the server, the sampler and the trainer. `holder`: of the weights that both share, if they do.
+    `base_precision`: in what the base's layers are, "int8" or "int4"; None: dense.
     """
 
     renderer: Renderer
@@ -91,6 +92,7 @@ class Engines:
     wanted_context: int = 0
     stages: Mapping[str, Sequence[Stage]] = field(default_factory=dict)
     holder: MemoryHolder | None = None
+    base_precision: str | None = None
 
 
 EngineLoader = Callable[[ModelSource, BackendOptions], Engines]

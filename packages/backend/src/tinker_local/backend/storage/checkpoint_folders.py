@@ -200,6 +200,7 @@ class CheckpointFolders:
             has_optimizer=bool(given["has_optimizer"]),
             user_metadata=dict(given["user_metadata"]),
             save_number=_save_number(given.get("save_number")),
+            base_precision=precision_in(given),
         )
         files = (WEIGHTS, CONFIG, *([OPTIMIZER] if record.has_optimizer else []))
         # A write that another one of the same microsecond preceded has a later time in its name.
@@ -257,6 +258,15 @@ def _describe(record: CheckpointRecord) -> dict[str, object]:
         "lora_config": record.lora_config.model_dump(),
         "user_metadata": dict(record.user_metadata),
     }
+
+
+def precision_in(described: Mapping[str, Any]) -> str | None:
+    """In what the base model of a description was; None: dense, or an older server wrote it. ValueError if it is not a
+    word: a file may hold anything."""
+    given = described.get("base_precision")
+    if given is not None and not (isinstance(given, str) and re.fullmatch(r"[a-z0-9_.-]{1,40}", given)):
+        raise ValueError(f"base_precision is {given!r}, expected a word such as int4")
+    return given
 
 
 def _save_number(given: object) -> int:

@@ -91,6 +91,8 @@ def _migrate(engine: sa.Engine, version: int) -> None:
         _from_2_to_3(engine)
     if version <= 3:
         _from_3_to_4(engine)
+    if version <= 4:
+        _from_4_to_5(engine)
 
 
 def _from_1_to_2(engine: sa.Engine) -> None:
@@ -133,6 +135,14 @@ def _from_3_to_4(engine: sa.Engine) -> None:
         table = tables.checkpoints
         connection.execute(sa.update(table).where(table.c.save_number == 0).values(save_number=table.c.number))
         connection.execute(sa.update(tables.schema).values(version=4))
+
+
+def _from_4_to_5(engine: sa.Engine) -> None:
+    """Adds the precision of the base model, which of older runs and checkpoints was not recorded."""
+    _add_column(engine, "training_runs", "base_precision VARCHAR")
+    _add_column(engine, "checkpoints", "base_precision VARCHAR")
+    with engine.begin() as connection:
+        connection.execute(sa.update(tables.schema).values(version=5))
 
 
 def _add_column(engine: sa.Engine, table: str, definition: str) -> None:

@@ -18,6 +18,13 @@ ADMIN = "admin"
 LOCAL_PROJECT = "local"
 """The project of sessions that name none."""
 
+BEGAN_ON = "tinker_local.began_on"
+"""The entry of a checkpoint's `user_metadata` that says in what the base was on which its first weights were trained,
+if its run trained on another: "dense", "int8" or "int4"; or `ELSEWHERE`."""
+
+ELSEWHERE = "elsewhere"
+"""Of an adapter that was imported where the base is not dense: in what its own was is not known."""
+
 EndReason = Literal["success", "errored", "interrupted", "heartbeats_lost"]
 """Why a session ended: what its client reported, or that its heartbeats stopped."""
 
@@ -51,6 +58,7 @@ class TrainingRunRecord:
     """A training run. Only this record outlives the process; `lora_config` is the one of its creation or load.
 
     `copied_from`: the tinker path of the source, if `copy_weights` made this run to hold a copy. It was never trained.
+    `base_precision`: as of a checkpoint.
     """
 
     training_run_id: str
@@ -61,6 +69,7 @@ class TrainingRunRecord:
     last_request_at: datetime
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
     copied_from: str | None = None
+    base_precision: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +97,8 @@ class CheckpointRecord:
     `missing`: the server found no folder of it when it started. `unusable`: why it, or its optimizer's state, cannot be
     loaded although its files are whole; empty if it can, None if an older server wrote it and it was not examined yet.
     `save_number`: its place among all saves of the data folder, from 1 on; 0 if it has none yet. Of two checkpoints,
-    the one with the greater number is newer, whatever the machine's clock has said.
+    the one with the greater number is newer, whatever the machine's clock has said. `base_precision`: in what the base
+    model was while it was trained, "int8" or "int4"; None: dense, or an older server did not record it.
     """
 
     training_run_id: str
@@ -105,6 +115,7 @@ class CheckpointRecord:
     missing: bool = False
     unusable: str | None = field(default=None, compare=False)
     save_number: int = field(default=0, compare=False)
+    base_precision: str | None = None
 
     @property
     def checkpoint_id(self) -> str:

@@ -74,6 +74,7 @@ def as_described(record: Described, given: Mapping[str, Any]) -> Described:
         "copied_from": str,
         "owner": str,
         "project_id": str,
+        "base_precision": str,
     }
     known = {field.name for field in fields(record)} & given.keys()
     values = {name: given[name] for name, kind in kinds.items() if name in known and isinstance(given[name], kind)}

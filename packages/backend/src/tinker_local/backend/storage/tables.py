@@ -7,7 +7,7 @@ from sqlalchemy import JSON, BigInteger, Boolean, Column, Integer, MetaData, Str
 from sqlalchemy import UniqueConstraint as Unique
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Raise it together with a new upgrade step in `database.py`, so that older data folders open."""
 
 
@@ -61,6 +61,7 @@ training_runs = Table(
     Column("last_request_at", UtcTime, nullable=False),
     Column("user_metadata", JSON, nullable=False),
     Column("copied_from", String),
+    Column("base_precision", String),
 )
 
 sampling_sessions = Table(
@@ -94,6 +95,7 @@ checkpoints = Table(
     Column("missing", Boolean, nullable=False, server_default=false()),
     Column("unusable", String),
     Column("save_number", BigInteger, nullable=False, server_default="0", index=True),
+    Column("base_precision", String),
     Unique("training_run_id", "kind", "name"),
 )
 

@@ -9,8 +9,18 @@ Bits = Literal[8, 4]
 BITS: Mapping[str, Bits] = {"int8": 8, "int4": 4}
 """By the names of `options.Precision`, which are kinds of frozen matrices."""
 
+DENSE = "dense"
+"""What a base of no fewer bits than its dtype is called, as a kind of frozen matrix is."""
+
 GROUPS = (128, 64, 32)
 """How many numbers of a row may share a scale. Narrow models have rows that 128 does not divide."""
+
+
+def base_in(precision: str | None) -> str:
+    """A base model in `precision`, in words."""
+    if precision is None:
+        return "a dense base"
+    return f"a base in {BITS[precision]} bits ({precision})" if precision in BITS else f"a base in {precision}"
 
 
 def group_of(inputs: int) -> int | None:

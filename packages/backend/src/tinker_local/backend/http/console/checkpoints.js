@@ -3,7 +3,7 @@
 import { ApiError, checkpointUrl, get, remove } from "./api.js";
 import { commandList } from "./commands.js";
 import { Table, h, show } from "./dom.js";
-import { bytes, moment } from "./format.js";
+import { baseOf, bytes, moment } from "./format.js";
 import { Pages } from "./pages.js";
 import { Poll } from "./polling.js";
 
@@ -38,7 +38,7 @@ export class CheckpointTable {
       [
         { title: "Path", cell: (one) => h("span", { class: "id" }, one.tinker_path) },
         { title: "Kind", cell: (one) => KINDS[one.checkpoint_type] ?? one.checkpoint_type },
-        { title: "Base model", cell: (one) => one.base_model },
+        { title: "Base model", cell: baseOf },
         { title: "Size", number: true, cell: (one) => bytes(one.size_bytes) },
         { title: "Saved", cell: (one) => moment(one.time) },
         { title: "Expires", cell: (one) => moment(one.expires_at) },

@@ -41,3 +41,8 @@ export function moment(value) {
 export function owner(urn) {
   return String(urn ?? "").split(":").at(-1);
 }
+
+/** The base model of a checkpoint or run, and in how many bits it was if that was not dense. */
+export function baseOf(one) {
+  return one.base_precision ? `${one.base_model} (${one.base_precision})` : one.base_model;
+}

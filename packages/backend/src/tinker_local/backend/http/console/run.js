@@ -5,7 +5,7 @@ import { ApiError, get } from "./api.js";
 import { Chart } from "./chart.js";
 import { CheckpointTable } from "./checkpoints.js";
 import { Table, h, setText, show } from "./dom.js";
-import { bytes, duration, integer, moment, number, owner } from "./format.js";
+import { baseOf, bytes, duration, integer, moment, number, owner } from "./format.js";
 import { Poll } from "./polling.js";
 import { BUILT_IN, Curve, titleOf } from "./series.js";
 
@@ -178,7 +178,7 @@ export class RunView {
       ["state", live ? "live" : "ended"],
       ["session", this.names.name(id) || id.split(":")[0]],
       ["owner", owner(record.model_owner)],
-      ["base model", record.base_model],
+      ["base model", baseOf(record)],
       ["rank", integer(record.lora_rank)],
       ...Object.entries(record.user_metadata ?? {}),
     ];

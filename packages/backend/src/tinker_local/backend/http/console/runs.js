@@ -2,7 +2,7 @@
 
 import { get, post } from "./api.js";
 import { Table, h, setText, show } from "./dom.js";
-import { bytes, duration, integer, moment, number, owner } from "./format.js";
+import { baseOf, bytes, duration, integer, moment, number, owner } from "./format.js";
 import { Pages } from "./pages.js";
 import { Poll } from "./polling.js";
 
@@ -147,7 +147,7 @@ export class RunsView {
         { title: "Run", cell: (run) => runLink(run.training_run_id) },
         { title: "Session", cell: (run) => names.name(run.training_run_id) },
         { title: "Owner", cell: (run) => owner(run.model_owner) },
-        { title: "Base model", cell: (run) => run.base_model },
+        { title: "Base model", cell: baseOf },
         { title: "Rank", number: true, cell: (run) => integer(run.lora_rank) },
         { title: "Last request", cell: (run) => moment(run.last_request_time) },
         { title: "Last checkpoint", cell: (run) => run.last_checkpoint?.checkpoint_id ?? "" },

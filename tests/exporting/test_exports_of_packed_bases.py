@@ -1,0 +1,90 @@
+"""What an export says of an adapter that was trained on a base in fewer bits, and what it was compared with."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tinker_local.backend.exporting import export_checkpoint
+from tinker_local.backend.exporting.base_model import find_base
+from tinker_local.backend.exporting.check_export import Reference, make_probe
+from tinker_local.backend.exporting.trained import find_checkpoint, read_trained
+from tinker_local.types import InvalidRequestError
+
+from tests.exporting.conftest import Tuned
+
+pytestmark = pytest.mark.more
+
+Make = Callable[..., Tuned]
+
+
+def described(tuned: Tuned, folder: Path, **fields: Any) -> Path:
+    """The checkpoint in `folder`, with a server's description of it."""
+    shutil.copytree(tuned.checkpoint, folder)
+    (folder / "checkpoint.json").write_text(json.dumps({"base_model": "tiny/served", **fields}))
+    return folder
+
+
+@pytest.mark.parametrize("to", ["merged", "peft"])
+def test_an_export_names_the_bits_of_the_base_and_how_far_it_is_from_it(tuned: Make, tmp_path: Path, to: Any) -> None:
+    trained = tuned("qwen3")
+    checkpoint = described(trained, tmp_path / "c", base_precision="int4")
+    exported = export_checkpoint(checkpoint, tmp_path / "o", to=to, base=str(trained.model))
+    base = find_base(str(trained.model), "")
+    adapter = read_trained(find_checkpoint(str(checkpoint), tmp_path), base)
+    found = []
+    for weights in ("dense", "int4"):
+        reference = Reference(adapter, "cpu", weights)
+        found.append(reference.logprobs(make_probe(base).prompts)[0])
+        reference.close()
+    apart = np.abs(found[0] - found[1])
+    assert apart.max() > 0.01  # else this would show nothing
+    assert exported.checked is not None
+    assert exported.checked.agrees  # with the dense base
+    card = (tmp_path / "o" / "README.md").read_text()
+    assert (base.config.hidden_size, base.config.intermediate_size) == (64, 128)
+    does = "was merged into" if to == "merged" else "is for"
+    assert (
+        f"- trained on a base in 4 bits (int4, groups of 128 and 64): it learned beside that rounding, and {does}"
+        in card
+    )
+    assert (
+        f"; on a base in 4 bits (int4), where it was trained, the trainer's are {apart.max():.2g} nats from these at "
+        f"most, {apart.mean():.2g} on average"
+    ) in card
+    assert "first weights" not in card
+    [warning] = [each for each in exported.warnings if "4 bits" in each]
+    assert "measure it before you rely on it" in warning
+
+
+def test_an_export_names_the_base_on_which_its_first_weights_were_trained(tuned: Make, tmp_path: Path) -> None:
+    """Of an adapter on a dense base, nothing."""
+    trained = tuned("qwen3")
+    for name, metadata, line in (
+        ("plain", {}, ""),
+        ("moved", {"tinker_local.began_on": "int8"}, "- its first weights were trained on a base in 8 bits (int8)\n"),
+        (
+            "imported",
+            {"tinker_local.began_on": "elsewhere"},
+            "- its first weights were imported, and trained elsewhere\n",
+        ),
+    ):
+        checkpoint = described(trained, tmp_path / name, base_precision=None, user_metadata=metadata)
+        out = tmp_path / f"{name}-export"
+        exported = export_checkpoint(checkpoint, out, to="peft", base=str(trained.model), check=False)
+        card = (out / "README.md").read_text()
+        assert "- trained on a base" not in card
+        assert line in card
+        assert ("first weights" in card) == bool(metadata)
+        assert not [each for each in exported.warnings if "bits" in each]
+
+
+def test_a_description_with_a_precision_that_is_not_a_word_is_refused(tuned: Make, tmp_path: Path) -> None:
+    checkpoint = described(tuned("qwen3"), tmp_path / "c", base_precision=4)
+    with pytest.raises(
+        InvalidRequestError, match=r"checkpoint.json: base_precision is 4, expected a word such as int4$"
+    ):
+        find_checkpoint(str(checkpoint), tmp_path)
