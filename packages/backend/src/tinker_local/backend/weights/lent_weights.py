@@ -10,6 +10,7 @@ from tinker_local.backend.weight_files import folder_of, weight_files
 from tinker_local.backend.weights.checksum import checksum
 from tinker_local.backend.weights.memory_holder import Deposit
 from tinker_local.backend.weights.packed import dense_name
+from tinker_local.backend.weights.published import published_of
 from tinker_local.backend.weights.shared_memory import CannotShareError, map_shared
 
 
@@ -90,6 +91,8 @@ class LentWeights:
         matrices = SharedMatrices.mapped(deposit, device)
         lent = {name: Place(**place).tensor(matrices.pieces) for name, place in deposit.said["files"].items()}
         packed = {dense_name(name) for name in lent} - lent.keys()
+        if (published := published_of(source)) is not None:
+            packed |= published.consumed
         return LentWeights(dict(stored_tensors(source, lent, packed)) | lent, frozenset(lent), matrices)
 
     def storages(self) -> dict[int, torch.Tensor]:

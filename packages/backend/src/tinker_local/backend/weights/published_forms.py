@@ -1,0 +1,205 @@
+"""The forms in which published checkpoints store a matrix in fewer bits, and what their `quantization_config` may say.
+
+Legend: N rows (out), K columns (in).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tinker_local.backend.weight_files import StoredTensor
+from tinker_local.backend.weights.layout import Layout, Scales
+from tinker_local.types import UnsupportedError
+
+_SCALES: Mapping[str, Scales] = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+_WORD = 32
+"""Bits of an integer that codes are packed into."""
+
+Kind = Literal["gptq", "fp8"]
+
+
+class UnknownMethodError(UnsupportedError):
+    """A method that is not among `FORMS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """`kind`: where what is (`read_published.py`). `told`: in words. `codes`: the suffix of the tensor of codes, which
+    has one of `dtypes`; `suffixes`: of all tensors that a module may have. `block_rows`: how many rows share a scale of
+    FP8 (None: all or each). `zero_offset`: what is added to stored zero points."""
+
+    kind: Kind
+    told: str
+    layout: Layout
+    codes: str
+    dtypes: tuple[str, ...]
+    suffixes: tuple[str, ...]
+    block_rows: int | None = None
+    zero_offset: int = 0
+
+    def with_scales(self, dtype: str, folder: Path) -> "Form":
+        """The form with scales of `dtype`, as safetensors calls it."""
+        if dtype not in _SCALES:
+            raise UnsupportedError(
+                f"{folder}: scales in {dtype} ({self.told}) cannot be served: {', '.join(_SCALES)} can"
+            )
+        return replace(self, layout=replace(self.layout, scales=_SCALES[dtype]))
+
+    def scale_of(self, stem: str, parts: Mapping[str, StoredTensor]) -> str:
+        """The suffix of the module's scales among its `parts`; UnsupportedError if it has none."""
+        possible = [suffix for suffix in _SCALE_SUFFIXES if suffix in self.suffixes]
+        found = next((suffix for suffix in possible if suffix in parts), None)
+        if found is None:
+            codes = parts[self.codes]
+            raise UnsupportedError(
+                f"{codes.file}: {codes.name} is in {codes.dtype} ({self.told}), and there is no "
+                f"{' or '.join(f'{stem}.{suffix}' for suffix in possible)}; download the model again"
+            )
+        return found
+
+    def shape_of(self, stem: str, parts: Mapping[str, StoredTensor]) -> tuple[int, int]:
+        """(N, K) of a module; UnsupportedError if its tensors do not fit together."""
+        scale = self.scale_of(stem, parts)
+        shape, wanted = _SHAPES[self.kind](self, parts)
+        for suffix, possible in wanted.items():
+            if suffix not in parts:
+                raise UnsupportedError(
+                    f"{parts[self.codes].file}: there is no {stem}.{suffix} ({self.told}); download the model again"
+                )
+            if parts[suffix].shape not in possible:
+                raise UnsupportedError(
+                    f"{parts[suffix].file}: {stem}.{suffix} is {[*parts[suffix].shape]}, and "
+                    f"{' or '.join(str([*each]) for each in possible)} is due for {self.told} with "
+                    f"{stem}.{self.codes} {[*parts[self.codes].shape]}"
+                )
+        del scale
+        return shape
+
+
+_SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "scales")
+
+_Shapes = tuple[tuple[int, int], Mapping[str, tuple[tuple[int, ...], ...]]]
+"""(N, K), and the shapes that tensors may have, by their suffixes."""
+
+
+def _gptq_shapes(form: Form, parts: Mapping[str, StoredTensor]) -> _Shapes:
+    per_word = _WORD // form.layout.bits
+    words, outputs = _matrix(parts[form.codes])
+    inputs = words * per_word
+    groups = _groups(form, inputs)
+    wanted: dict[str, tuple[tuple[int, ...], ...]] = {
+        "scales": ((groups, outputs),),
+        "qzeros": ((groups, outputs // per_word),),
+    }
+    if "g_idx" in parts or form.layout.order:
+        wanted["g_idx"] = ((inputs,),)
+    return (outputs, inputs), wanted
+
+
+def _fp8_shapes(form: Form, parts: Mapping[str, StoredTensor]) -> _Shapes:
+    outputs, inputs = _matrix(parts[form.codes])
+    scale = form.scale_of("", parts)
+    if form.layout.group is None:
+        return (outputs, inputs), {scale: ((), (1,), (1, 1), (outputs, 1), (outputs,))}
+    assert form.block_rows is not None
+    return (outputs, inputs), {scale: ((-(-outputs // form.block_rows), _groups(form, inputs)),)}
+
+
+def _matrix(tensor: StoredTensor) -> tuple[int, int]:
+    if len(tensor.shape) != 2:
+        raise UnsupportedError(f"{tensor.file}: {tensor.name} is {[*tensor.shape]}, and a matrix is due")
+    return tensor.shape[0], tensor.shape[1]
+
+
+def _groups(form: Form, inputs: int) -> int:
+    """Scales of a row in the files."""
+    return 1 if form.layout.group is None else -(-inputs // form.layout.group)
+
+
+_SHAPES: Mapping[Kind, Callable[[Form, Mapping[str, StoredTensor]], _Shapes]] = {
+    "gptq": _gptq_shapes,
+    "fp8": _fp8_shapes,
+}
+
+
+def form_of(said: Mapping[str, Any], where: str) -> Form:
+    """By a `quantization_config`; UnsupportedError, which begins with `where`, if it is none of those that are
+    served."""
+    method = str(said.get("quant_method") or "").lower()
+    if method not in FORMS:
+        raise UnknownMethodError(
+            f"{where}: quantized weights of quant_method {method!r} cannot be trained; those of {', '.join(FORMS)} are "
+            "served as they are"
+        )
+    return FORMS[method](said, where)
+
+
+def _gptq(said: Mapping[str, Any], where: str) -> Form:
+    bits, group = _whole(said, "bits", where), _whole(said, "group_size", where)
+    if bits not in (4, 8):
+        raise UnsupportedError(f"{where}: GPTQ in {bits} bits cannot be served: 4 and 8 can")
+    written = str(said.get("checkpoint_format") or said.get("format") or "gptq")
+    if written not in ("gptq", "gptq_v2") or said.get("is_marlin_format"):
+        raise UnsupportedError(
+            f"{where}: checkpoint_format {'marlin' if said.get('is_marlin_format') else written!r} of GPTQ cannot be "
+            "served: gptq and gptq_v2 can"
+        )
+    _check_uniform(said.get("dynamic"), "dynamic", where)
+    if not said.get("sym", True):
+        raise UnsupportedError(f"{where}: GPTQ with zero points (sym false) cannot be served yet")
+    if said.get("desc_act"):
+        raise UnsupportedError(f"{where}: GPTQ with columns in another order (desc_act) cannot be served yet")
+    return Form(
+        "gptq",
+        f"GPTQ in {bits} bits, {_of_groups(group)}",
+        Layout("int4" if bits == 4 else "int8", group=group if group > 0 else None),
+        codes="qweight",
+        dtypes=("I32",),
+        suffixes=("qweight", "qzeros", "scales", "g_idx"),
+        zero_offset=1 if written == "gptq" else 0,
+    )
+
+
+def _fp8(said: Mapping[str, Any], where: str) -> Form:
+    blocks = said.get("weight_block_size")
+    if blocks is not None and not (
+        isinstance(blocks, list) and len(blocks) == 2 and all(isinstance(each, int) and each > 0 for each in blocks)
+    ):
+        raise UnsupportedError(f"{where}: weight_block_size is {blocks!r}, and two sizes are due, as [128, 128]")
+    if (written := str(said.get("fmt") or "e4m3")) != "e4m3":
+        raise UnsupportedError(f"{where}: FP8 of fmt {written!r} cannot be served: e4m3 can")
+    return Form(
+        "fp8",
+        "FP8" if blocks is None else f"FP8 in blocks of {blocks[0]} x {blocks[1]}",
+        Layout("float8", group=None if blocks is None else blocks[1]),
+        codes="weight",
+        dtypes=("F8_E4M3",),
+        suffixes=("weight", "weight_scale_inv", "weight_scale", "input_scale", "activation_scale"),
+        block_rows=None if blocks is None else blocks[0],
+    )
+
+
+def _check_uniform(chosen: Any, field: str, where: str) -> None:
+    """UnsupportedError if modules may have other bits than the rest. GPTQModel begins with "-:" what has none."""
+    others = sorted(each for each in chosen or () if not str(each).startswith("-:"))
+    if others:
+        raise UnsupportedError(
+            f"{where}: {field} gives {others[0]!r} other bits than the rest; modules in several precisions cannot be "
+            "served"
+        )
+
+
+def _whole(said: Mapping[str, Any], field: str, where: str) -> int:
+    value = said.get(field)
+    if not isinstance(value, int) or isinstance(value, bool) or (value < 1 and value != -1):
+        raise UnsupportedError(f"{where}: {field} of its quantization_config is {value!r}, and a whole number is due")
+    return value
+
+
+def _of_groups(group: int) -> str:
+    return f"groups of {group}" if group > 0 else "a scale for each row"
+
+
+FORMS: Mapping[str, Callable[[Mapping[str, Any], str], Form]] = {"fp8": _fp8, "gptq": _gptq}
+"""By `quant_method`."""

@@ -1,0 +1,106 @@
+"""Writes checkpoints in fewer bits as others publish them, by code that is not this project's, and what their numbers
+are."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+_PROJECTION = re.compile(
+    r"^(?!.*(?:visual|vision)).*layers\.\d+\.(?:self_attn\.[qkvo]_proj|mlp\.\w+_proj|self_attn\.qkv_proj)\.weight$"
+)
+
+Quantize = Callable[[torch.Tensor], tuple[Mapping[str, torch.Tensor], torch.Tensor]]
+"""Of a matrix [out, in] in float32: the tensors by which a checkpoint stores it, by their suffixes, and what numbers
+these are, in float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """`config`: what config.json says. `dtype`: of the tensors that stay as they are."""
+
+    quantize: Quantize
+    config: Mapping[str, Any]
+    dtype: torch.dtype = torch.float16
+
+
+def publish(source: Path, folder: Path, method: Method, keep: str = "$^") -> tuple[str, str]:
+    """The model at `source` by `method` in a folder of `folder`, but for projections that the pattern `keep` matches;
+    and in another one, not packed, with the same numbers. Returns both."""
+    packed, dense = folder / "packed", folder / "dense"
+    for each in (packed, dense):
+        shutil.copytree(source, each)
+    stored: dict[str, torch.Tensor] = {}
+    plain: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if _PROJECTION.match(name) is None or re.search(keep, name):
+            stored[name] = plain[name] = tensor.to(method.dtype)
+            continue
+        parts, numbers = method.quantize(tensor)
+        stored |= {f"{name.removesuffix('weight')}{suffix}": part.contiguous() for suffix, part in parts.items()}
+        plain[name] = numbers.float().contiguous()
+        assert torch.equal(plain[name].double(), numbers), "they have to be numbers in float32"
+    assert stored.keys() != plain.keys() or any(stored[name].dtype != plain[name].dtype for name in stored)
+    save_file(stored, packed / "model.safetensors", {"format": "pt"})
+    save_file(plain, dense / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps({**config, "quantization_config": method.config}))
+    return str(packed), str(dense)
+
+
+def gptq(bits: int, group: int, *, v2: bool = False) -> Method:
+    """As AutoGPTQ and GPTQModel write it, by vLLM's functions: the codes of eight (or four) rows of W^T in an integer,
+    and zero points that are stored less one, except in their second format."""
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+    from vllm.scalar_type import scalar_types
+
+    kind = scalar_types.uint4b8 if bits == 4 else scalar_types.uint8b128
+
+    def quantize(weight: torch.Tensor) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
+        inputs, outputs = weight.T.shape
+        _, codes, scales = quant_utils.gptq_quantize_weights(weight.T.half(), kind, group)
+        scales = scales.half().reshape(-1, outputs)
+        size = inputs // len(scales)
+        zeros = torch.full(scales.shape, 2 ** (bits - 1) - (not v2))
+        numbers = (codes.double() - 2 ** (bits - 1)) * scales.double().repeat_interleave(size, 0)
+        parts = {
+            "qweight": quant_utils.gptq_pack(codes, bits, inputs, outputs),
+            "qzeros": quant_utils.pack_cols(zeros, bits, len(scales), outputs),
+            "scales": scales,
+            "g_idx": (torch.arange(inputs) // size).int(),
+        }
+        return parts, numbers.T
+
+    written = {"checkpoint_format": "gptq_v2"} if v2 else {}
+    common = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": True}
+    return Method(quantize, {**common, **written})
+
+
+def fp8(blocks: tuple[int, int] | None, *, rows: bool = False) -> Method:
+    """As Qwen publishes it, by vLLM's functions: a scale for each block of 128 x 128; or one for a matrix, or for each
+    row."""
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    def quantize(weight: torch.Tensor) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
+        outputs, inputs = weight.shape
+        down, right = blocks or (1 if rows else outputs, inputs)
+        padded = torch.nn.functional.pad(weight, (0, -inputs % right, 0, -outputs % down))
+        shape = quant_utils.GroupShape(down, right)
+        codes, scales = quant_utils.scaled_quantize(padded, shape, torch.float8_e4m3fn)
+        if blocks:
+            scales = scales.bfloat16()  # as Qwen3 has them; DeepSeek's are in float32
+        spread = scales.repeat_interleave(down, 0).repeat_interleave(right, 1)
+        numbers = (codes.float() * spread.float())[:outputs, :inputs].double()
+        codes = codes.view(torch.uint8)[:outputs, :inputs].contiguous().view(torch.float8_e4m3fn)
+        if blocks:
+            return {"weight": codes, "weight_scale_inv": scales}, numbers
+        return {"weight": codes, "weight_scale": scales if rows else scales.flatten()[0]}, numbers
+
+    config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+    return Method(quantize, config | ({"weight_block_size": [*blocks]} if blocks else {}), torch.bfloat16)

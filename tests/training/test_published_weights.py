@@ -1,0 +1,290 @@
+"""Checkpoints in fewer bits as others publish them: what is read of them, and what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tinker_local.backend import BackendOptions, ModelSource
+from tinker_local.backend.cli.check_command import check_model
+from tinker_local.backend.models.model_folder import look_at
+from tinker_local.backend.models.placement import check_precision
+from tinker_local.backend.tiny_models import make_tiny_text_model
+from tinker_local.backend.tiny_models.shapes import TextShape
+from tinker_local.backend.training.model.load_model import config_of
+from tinker_local.backend.training.run.worker import HFTrainer
+from tinker_local.backend.training.trainer_config import TrainerConfig
+from tinker_local.backend.weights.codes import Packed, in_pairs
+from tinker_local.backend.weights.packed import PackedLinear, packed
+from tinker_local.backend.weights.published import WEIGHTS, published_of
+from tinker_local.types import UnsupportedError
+
+from tests.published_checkpoints import fp8, gptq, publish
+
+WHOLE_BLOCKS = TextShape(hidden_size=256, intermediate_size=384, num_kv_heads=4)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stored(scales: torch.dtype, *, zeros: bool, order: bool, bits: int = 4, inputs: int = 64) -> Packed:
+    """[24, 64], in two groups of 32."""
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (24, inputs), generator=generator, dtype=torch.int8)
+    groups = torch.randperm(inputs, generator=generator).int() % 2
+    return Packed(
+        in_pairs(codes) if bits == 4 else codes,
+        (random(24, 2).abs() / 7).to(scales),
+        torch.randint(-9, 10, (24, 2), generator=generator, dtype=torch.int16) if zeros else None,
+        groups if order else None,
+    )
+
+
+def by_hand(matrix: Packed) -> torch.Tensor:
+    """In float64, number by number."""
+    codes = matrix.codes
+    if codes.dtype == torch.uint8:
+        codes = torch.stack([(codes & 15).int() - 8, (codes >> 4).int() - 8], -1).flatten(1)
+    rows, inputs = codes.shape
+    size = inputs // matrix.scales.shape[1]
+    result = torch.zeros(rows, inputs, dtype=torch.float64)
+    for column in range(inputs):
+        group = column // size if matrix.order is None else int(matrix.order[column])
+        zero = 0 if matrix.zeros is None else matrix.zeros[:, group].double()
+        result[:, column] = (codes[:, column].double() - zero) * matrix.scales[:, group].double()
+    return result
+
+
+@pytest.mark.parametrize("scales", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("zeros", "order"), [(False, False), (True, False), (False, True), (True, True)])
+def test_a_number_is_rounded_once_with_any_scales_and_zero_points(
+    scales: torch.dtype, bits: int, zeros: bool, order: bool
+) -> None:
+    """Scales of 16 bits: of the exact product. Of 32: of the product in float32."""
+    matrix = stored(scales, zeros=zeros, order=order, bits=bits)
+    exact = by_hand(matrix)
+    assert torch.equal(matrix.numbers(torch.float64), exact)
+    assert torch.equal(matrix.numbers(torch.float32), exact.float())
+    assert torch.equal(matrix.numbers(torch.bfloat16), exact.float().bfloat16())
+
+
+def test_pieces_of_a_large_matrix_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = stored(torch.float16, zeros=True, order=False)
+    whole = matrix.numbers(torch.bfloat16)
+    monkeypatch.setattr("tinker_local.backend.weights.codes._PIECE", 5 * 64)
+    assert torch.equal(matrix.numbers(torch.bfloat16), whole)
+
+
+@pytest.mark.parametrize(("zeros", "order"), [(True, False), (True, True)])
+def test_products_of_joined_matrices_and_gradients_are_those_of_the_numbers(zeros: bool, order: bool) -> None:
+    linear = torch.nn.Linear(64, 24, bias=False).double()
+    parts = [PackedLinear(linear, stored(torch.float16, zeros=zeros, order=order)) for _ in range(3)]
+    weight = by_hand(stored(torch.float16, zeros=zeros, order=order))
+    matrix, x, grad = packed(parts), random(5, 64).double(), random(5, 72).double()
+    assert torch.equal(matrix.times(x), x @ torch.cat([weight] * 3).T)
+    assert torch.equal(matrix.back(grad), grad @ torch.cat([weight] * 3))
+    x.requires_grad_()
+    (found,) = torch.autograd.grad(parts[1](x).square().sum(), x)
+    (expected,) = torch.autograd.grad((x @ weight.T).square().sum(), x)
+    assert torch.allclose(found, expected, rtol=1e-13, atol=1e-13)
+
+
+def trainer_of(folder: str) -> HFTrainer:
+    return HFTrainer(TrainerConfig(folder, name="m", dtype="float32", device="cpu", weights=WEIGHTS))
+
+
+def weights_of(trainer: HFTrainer) -> dict[str, torch.Tensor]:
+    modules = trainer._loaded.model.named_modules()
+    return {path: each.weight for path, each in modules if isinstance(each, torch.nn.Linear)}
+
+
+def test_blocks_of_fp8_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    """transformers takes whole blocks alone."""
+    source = make_tiny_text_model(tmp_path / "model", shape=WHOLE_BLOCKS)
+    folder, _ = publish(source, tmp_path, fp8((128, 128)))
+    whole = transformers.FineGrainedFP8Config(dequantize=True)
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=whole
+    )
+    trainer = trainer_of(folder)
+    found = weights_of(trainer)
+    for path, module in theirs.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            assert torch.equal(found[path], module.weight.float()), path
+    trainer.close()
+
+
+def test_what_is_packed_is_counted_for_the_plan(tmp_path: Path) -> None:
+    source = make_tiny_text_model(tmp_path / "model")
+    folder, _ = publish(source, tmp_path, gptq(4, 32), keep=r"o_proj")
+    published = published_of(folder)
+    assert published is not None
+    trainer = trainer_of(folder)
+    modules = [each for each in trainer._loaded.model.modules() if isinstance(each, PackedLinear)]
+    stored_bytes = sum(each.qweight.nbytes + each.scales.nbytes for each in modules)
+    trainer.close()
+    assert published.packable.bytes(published.layout.bits) == stored_bytes
+    assert published.packable.numbers == sum(each.in_features * each.out_features for each in modules)
+    assert look_at(ModelSource("m", folder)).parameters == look_at(ModelSource("m", str(source))).parameters
+    assert config_of(folder).to_dict().get("quantization_config") is None
+
+
+def test_check_tells_how_the_layers_are_stored_and_what_contradicts_it(tmp_path: Path) -> None:
+    folder, _ = publish(make_tiny_text_model(tmp_path / "model"), tmp_path, gptq(4, 32))
+    (found,) = check_model(ModelSource("m", folder), BackendOptions(), whole=True)
+    assert found.level == "ok"
+    assert "read one copy, its layers as the files have them: GPTQ in 4 bits, groups of 32" in found.text
+    for options, words in (
+        (BackendOptions(base_precision="int8"), "--base-precision int8: the base is quantized already (GPTQ in 4 bits"),
+        (BackendOptions(shared_weights="off"), "a quantized base (GPTQ in 4 bits, groups of 32): trainer and sampler"),
+    ):
+        problem, *_ = (each for each in check_model(ModelSource("m", folder), options) if each.level == "problem")
+        assert words in problem.text
+    with pytest.raises(
+        ValueError, match=r"^a quantized base \(FP8\): trainer and sampler have to read one copy; 2 GPUs"
+    ):
+        check_precision(BackendOptions(), 2, published="FP8")
+
+
+Change = Callable[[dict[str, torch.Tensor], dict[str, Any]], object]
+
+
+def changed(folder: str, change: Change) -> str:
+    """The problem that `check` finds in `folder` after `change` of its tensors and its quantization_config."""
+    path = Path(folder)
+    tensors = load_file(path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    change(tensors, config["quantization_config"])
+    save_file({name: each.contiguous() for name, each in tensors.items()}, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    problem, *_ = look_at(ModelSource("m", folder)).problems
+    assert "\n" not in problem
+    return problem
+
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+def rename(tensors: dict[str, torch.Tensor], start: str, end: str) -> None:
+    for name in [name for name in tensors if name.startswith(f"{start}.")]:
+        tensors[name.replace(start, end)] = tensors.pop(name)
+
+
+OF_GPTQ: dict[str, tuple[Change, str]] = {
+    "bits": (lambda _, config: config.update(bits=3), "GPTQ in 3 bits cannot be served: 4 and 8 can"),
+    "no-bits": (lambda _, config: config.pop("bits"), "bits of its quantization_config is None, and a whole number is"),
+    "format": (lambda _, config: config.update(checkpoint_format="marlin"), "checkpoint_format 'marlin' of GPTQ"),
+    "dynamic": (
+        lambda _, config: config.update(dynamic={"-:.*down.*": {}, "+:.*up.*": {"bits": 8}}),
+        "dynamic gives '+:.*up.*' other bits than the rest",
+    ),
+    "no-scales": (lambda tensors, _: tensors.pop(f"{UP}.scales"), f"there is no {UP}.scales; download the model again"),
+    "no-zeros": (lambda tensors, _: tensors.pop(f"{UP}.qzeros"), f"there is no {UP}.qzeros (GPTQ in 4 bits, groups of"),
+    "group": (
+        lambda _, config: config.update(group_size=64),
+        "down_proj.scales is [4, 64], and [2, 64] is due for GPTQ in 4",
+    ),
+    "other-modules": (
+        lambda tensors, _: rename(tensors, UP, "x"),
+        "x is quantized (GPTQ in 4 bits, groups of 32), and quantized modules other than",
+    ),
+    "head": (
+        lambda tensors, _: rename(tensors, UP, "lm_head"),
+        "lm_head is quantized (GPTQ in 4 bits, groups of 32), and a quantized LM head cannot be served",
+    ),
+    "tower": (
+        lambda tensors, _: rename(tensors, UP, "model.visual.blocks.0.mlp.up_proj"),
+        "model.visual.blocks.0.mlp.up_proj is quantized (GPTQ in 4 bits, groups of 32), and a quantized vision tower",
+    ),
+    "experts": (
+        lambda tensors, _: rename(tensors, UP, "model.layers.0.mlp.experts.3.up_proj"),
+        "and quantized experts cannot be served",
+    ),
+    "fp8-instead": (
+        lambda _, config: config.update(quant_method="fp8"),
+        "(FP8), and its files have no tensor *.weight in F8_E4M3",
+    ),
+    "awq-of-old": (lambda _, config: config.update(quant_method="awq_marlin"), "quant_method 'awq_marlin' cannot be"),
+}
+
+
+@pytest.mark.parametrize("case", OF_GPTQ)
+def test_what_of_gptq_cannot_be_served_is_refused_in_a_sentence(case: str, tmp_path: Path) -> None:
+    folder, _ = publish(make_tiny_text_model(tmp_path / "model"), tmp_path, gptq(4, 32))
+    change, words = OF_GPTQ[case]
+    assert words in changed(folder, change)
+
+
+OF_FP8: dict[str, tuple[Change, str]] = {
+    "format": (lambda _, config: config.update(fmt="e5m2"), "FP8 of fmt 'e5m2' cannot be served: e4m3 can"),
+    "blocks": (lambda _, config: config.update(weight_block_size=128), "weight_block_size is 128, and two sizes are"),
+    "other-blocks": (
+        lambda _, config: config.update(weight_block_size=[64, 64]),
+        ".weight_scale_inv is [1, 1], and [1, 2] is due for FP8 in blocks of 64 x 64",
+    ),
+    "no-scales": (
+        lambda tensors, _: tensors.pop(f"{UP}.weight_scale_inv"),
+        f"{UP}.weight is in F8_E4M3 (FP8 in blocks of 128 x 128), and there is no {UP}.weight_scale_inv or {UP}",
+    ),
+    "dtypes-of-scales": (
+        lambda tensors, _: tensors.update({f"{UP}.weight_scale_inv": torch.ones(1, 1)}),
+        f"and F32 of {UP}; all must have one dtype",
+    ),
+    "one-of-joined": (
+        lambda tensors, _: tensors.update({f"{UP}.weight": torch.ones(128, 64)}),
+        f"model.layers.0.mlp.gate_proj is quantized (FP8 in blocks of 128 x 128) and {UP} is not, and both engines",
+    ),
+    "integers": (
+        lambda tensors, _: tensors.update({f"{UP}.weight": torch.ones(128, 64, dtype=torch.int32)}),
+        f"{UP}.weight is in I32, and config.json says FP8",
+    ),
+    "gptq-instead": (
+        lambda _, config: config.update(quant_method="gptq", bits=4, group_size=128),
+        "(GPTQ in 4 bits, groups of 128), and its files have no tensor *.qweight in I32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_FP8)
+def test_what_of_fp8_cannot_be_served_is_refused_in_a_sentence(case: str, tmp_path: Path) -> None:
+    folder, _ = publish(make_tiny_text_model(tmp_path / "model"), tmp_path, fp8((128, 128)))
+    change, words = OF_FP8[case]
+    assert words in changed(folder, change)
+
+
+def test_zero_points_of_another_format_are_named(tmp_path: Path) -> None:
+    """A folder in GPTQ's second format without its name: each number would be off by a scale."""
+    folder, _ = publish(make_tiny_text_model(tmp_path / "model"), tmp_path, gptq(4, 32, v2=True))
+    path = Path(folder) / "config.json"
+    path.write_text(path.read_text().replace("gptq_v2", "gptq"))
+    with pytest.raises(UnsupportedError, match=r"qzeros has the zero point 9, and sym of .* says that all are 8"):
+        trainer_of(folder)
+
+
+def test_a_code_of_fp8_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
+    folder, _ = publish(make_tiny_text_model(tmp_path / "model"), tmp_path, fp8((128, 128)))
+    tensors = load_file(Path(folder) / "model.safetensors")
+    tensors[f"{UP}.weight"].view(torch.uint8)[3, 5] = 0xFF
+    save_file(tensors, Path(folder) / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.mlp\.up_proj\.qweight has a number that is NaN"):
+        trainer_of(folder)
+
+
+def test_activations_scales_of_fp8_are_left_out(tmp_path: Path) -> None:
+    """Static ones, by which vLLM would round what a matrix is multiplied by."""
+    folder, dense = publish(make_tiny_text_model(tmp_path / "model"), tmp_path, fp8(None))
+    path = Path(folder) / "model.safetensors"
+    tensors = load_file(path)
+    scales = {name.replace("weight_scale", "input_scale"): torch.ones(()) for name in tensors if "weight_scale" in name}
+    save_file(tensors | scales, path, {"format": "pt"})
+    trainer = trainer_of(folder)
+    numbers = load_file(Path(dense) / "model.safetensors")
+    found = {f"{path}.weight": each for path, each in weights_of(trainer).items() if ".layers." in path}
+    assert all(torch.equal(each, numbers[name].float()) for name, each in found.items())
+    trainer.close()
