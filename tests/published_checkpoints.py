@@ -54,32 +54,73 @@ def publish(source: Path, folder: Path, method: Method, keep: str = "$^") -> tup
     return str(packed), str(dense)
 
 
-def gptq(bits: int, group: int, *, v2: bool = False) -> Method:
+def gptq(bits: int, group: int, *, v2: bool = False, zeros: bool = False) -> Method:
     """As AutoGPTQ and GPTQModel write it, by vLLM's functions: the codes of eight (or four) rows of W^T in an integer,
     and zero points that are stored less one, except in their second format."""
     from vllm.model_executor.layers.quantization.utils import quant_utils
-    from vllm.scalar_type import scalar_types
-
-    kind = scalar_types.uint4b8 if bits == 4 else scalar_types.uint8b128
 
     def quantize(weight: torch.Tensor) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
         inputs, outputs = weight.T.shape
-        _, codes, scales = quant_utils.gptq_quantize_weights(weight.T.half(), kind, group)
-        scales = scales.half().reshape(-1, outputs)
-        size = inputs // len(scales)
-        zeros = torch.full(scales.shape, 2 ** (bits - 1) - (not v2))
-        numbers = (codes.double() - 2 ** (bits - 1)) * scales.double().repeat_interleave(size, 0)
+        codes, scales, points = integers(weight, bits, group, zeros=zeros, least=0 if v2 else 1)
         parts = {
             "qweight": quant_utils.gptq_pack(codes, bits, inputs, outputs),
-            "qzeros": quant_utils.pack_cols(zeros, bits, len(scales), outputs),
+            "qzeros": quant_utils.pack_cols(points - (0 if v2 else 1), bits, len(scales), outputs),
             "scales": scales,
-            "g_idx": (torch.arange(inputs) // size).int(),
+            "g_idx": (torch.arange(inputs) // (inputs // len(scales))).int(),
         }
-        return parts, numbers.T
+        return parts, numbers_of(codes, scales, points)
 
     written = {"checkpoint_format": "gptq_v2"} if v2 else {}
-    common = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": True}
+    common = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": not zeros}
     return Method(quantize, {**common, **written})
+
+
+def awq(group: int) -> Method:
+    """As AutoAWQ writes it ("gemm"), by vLLM's functions: codes of eight columns of W^T in an integer, interleaved."""
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    def quantize(weight: torch.Tensor) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
+        inputs, outputs = weight.T.shape
+        codes, scales, points = integers(weight, 4, group, zeros=True)
+        parts = {
+            "qweight": quant_utils.awq_pack(codes, 4, inputs, outputs),
+            "qzeros": quant_utils.awq_pack(points, 4, len(scales), outputs),
+            "scales": scales,
+        }
+        return parts, numbers_of(codes, scales, points)
+
+    return Method(
+        quantize, {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    )
+
+
+def integers(
+    weight: torch.Tensor, bits: int, group: int, *, zeros: bool, least: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes without sign of `weight` [out, in], transposed as GPTQ and AWQ have it, with scales in float16 and zero
+    points of groups, `least` or more."""
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+    from vllm.scalar_type import scalar_types
+
+    signed, unsigned = {
+        4: (scalar_types.uint4b8, scalar_types.uint4),
+        8: (scalar_types.uint8b128, scalar_types.uint8),
+    }[bits]
+    outputs = len(weight)
+    _, codes, scales, points = quant_utils.quantize_weights(
+        weight.T.half(), unsigned if zeros else signed, group, zero_points=zeros
+    )
+    scales = scales.half().reshape(-1, outputs)
+    middle = torch.full(scales.shape, 2 ** (bits - 1))
+    found = middle if points is None else points.reshape(-1, outputs).clamp(min=least)
+    assert not zeros or len(found.unique()) > 3
+    return codes, scales, found
+
+
+def numbers_of(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """[out, in], in float64."""
+    size = len(codes) // len(scales)
+    return ((codes - zeros.repeat_interleave(size, 0)).double() * scales.double().repeat_interleave(size, 0)).T
 
 
 def fp8(blocks: tuple[int, int] | None, *, rows: bool = False) -> Method:

@@ -20,7 +20,7 @@ from tinker_local.backend.weights.memory_holder import MemoryHolder
 from tinker_local.backend.weights.published import WEIGHTS
 
 from tests.families.test_other_families import tiny
-from tests.published_checkpoints import Method, fp8, gptq, publish
+from tests.published_checkpoints import Method, awq, fp8, gptq, publish
 from tests.sampling.test_packed_sampling import expected_logprobs, packed_modules, sampled_by, trained_by
 from tests.sampling.test_shared_weights import SEEING, lent_to, logprobs
 
@@ -37,7 +37,13 @@ CASES: dict[str, tuple[Callable[[], Method], Any, TextShape]] = {
     "fp8-tensor": (lambda: fp8(None), "gemma3", TextShape()),
     "fp8-rows": (lambda: fp8(None, rows=True), "qwen3", TextShape()),
 }
-QUICK = ("gptq-4-32", "fp8-blocks")
+CASES |= {
+    "awq": (lambda: awq(32), "qwen2_5_vl", TextShape()),
+    "awq-128": (lambda: awq(128), "qwen3", ALSO_WIDE),
+    "gptq-4-zeros": (lambda: gptq(4, 32, zeros=True), "qwen3", TextShape()),
+    "gptq-8-zeros": (lambda: gptq(8, 64, v2=True, zeros=True), "gemma3", TextShape()),
+}
+QUICK = ("gptq-4-32", "fp8-blocks", "awq")
 
 
 def write_dense(family: Any, folder: Path, shape: TextShape) -> Path:

@@ -23,7 +23,7 @@ from tinker_local.backend.weights.packed import PackedLinear, packed
 from tinker_local.backend.weights.published import WEIGHTS, published_of
 from tinker_local.types import UnsupportedError
 
-from tests.published_checkpoints import fp8, gptq, publish
+from tests.published_checkpoints import awq, fp8, gptq, publish
 
 WHOLE_BLOCKS = TextShape(hidden_size=256, intermediate_size=384, num_kv_heads=4)
 
@@ -265,6 +265,36 @@ def test_zero_points_of_another_format_are_named(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("gptq_v2", "gptq"))
     with pytest.raises(UnsupportedError, match=r"qzeros has the zero point 9, and sym of .* says that all are 8"):
         trainer_of(folder)
+
+
+def test_a_zero_point_that_programs_read_in_two_ways_is_refused(tmp_path: Path) -> None:
+    """GPTQ's first format stores zero points less one: the largest may have been 0, or one more than fits."""
+    folder, _ = publish(make_tiny_text_model(tmp_path / "model"), tmp_path, gptq(4, 32, zeros=True))
+    path = Path(folder) / "model.safetensors"
+    tensors = load_file(path)
+    tensors[f"{UP}.qzeros"][0, 0] |= 15
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(UnsupportedError, match=r"up_proj\.qzeros has a zero point that is stored as 15, which .* 0 or"):
+        trainer_of(folder)
+
+
+OF_AWQ: dict[str, tuple[Change, str]] = {
+    "bits": (lambda _, config: config.update(bits=8), "AWQ in 8 bits cannot be served: 4 can"),
+    "version": (lambda _, config: config.update(version="gemv"), "AWQ of version 'gemv' cannot be served: gemm can"),
+    "group": (lambda _, config: config.update(group_size=128), ".scales is [4, 64], and [1, 64] is due for AWQ in 4"),
+    "no-zeros": (lambda tensors, _: tensors.pop(f"{UP}.qzeros"), f"there is no {UP}.qzeros (AWQ in 4 bits, groups of"),
+    "as-gptq": (
+        lambda _, config: config.update(quant_method="gptq"),
+        ".scales is [4, 64], and [32, 8] is due for GPTQ in 4 bits",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_AWQ)
+def test_what_of_awq_cannot_be_served_is_refused_in_a_sentence(case: str, tmp_path: Path) -> None:
+    folder, _ = publish(make_tiny_text_model(tmp_path / "model"), tmp_path, awq(32))
+    change, words = OF_AWQ[case]
+    assert words in changed(folder, change)
 
 
 def test_a_code_of_fp8_that_is_not_a_number_is_refused(tmp_path: Path) -> None:

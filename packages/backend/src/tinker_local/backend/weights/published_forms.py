@@ -16,7 +16,7 @@ _SCALES: Mapping[str, Scales] = {"F16": "float16", "BF16": "bfloat16", "F32": "f
 _WORD = 32
 """Bits of an integer that codes are packed into."""
 
-Kind = Literal["gptq", "fp8"]
+Kind = Literal["gptq", "awq", "fp8"]
 
 
 class UnknownMethodError(UnsupportedError):
@@ -97,6 +97,13 @@ def _gptq_shapes(form: Form, parts: Mapping[str, StoredTensor]) -> _Shapes:
     return (outputs, inputs), wanted
 
 
+def _awq_shapes(form: Form, parts: Mapping[str, StoredTensor]) -> _Shapes:
+    per_word = _WORD // form.layout.bits
+    inputs, words = _matrix(parts[form.codes])
+    groups = _groups(form, inputs)
+    return (words * per_word, inputs), {"scales": ((groups, words * per_word),), "qzeros": ((groups, words),)}
+
+
 def _fp8_shapes(form: Form, parts: Mapping[str, StoredTensor]) -> _Shapes:
     outputs, inputs = _matrix(parts[form.codes])
     scale = form.scale_of("", parts)
@@ -119,6 +126,7 @@ def _groups(form: Form, inputs: int) -> int:
 
 _SHAPES: Mapping[Kind, Callable[[Form, Mapping[str, StoredTensor]], _Shapes]] = {
     "gptq": _gptq_shapes,
+    "awq": _awq_shapes,
     "fp8": _fp8_shapes,
 }
 
@@ -146,18 +154,34 @@ def _gptq(said: Mapping[str, Any], where: str) -> Form:
             "served: gptq and gptq_v2 can"
         )
     _check_uniform(said.get("dynamic"), "dynamic", where)
-    if not said.get("sym", True):
-        raise UnsupportedError(f"{where}: GPTQ with zero points (sym false) cannot be served yet")
+    zeros = not said.get("sym", True)
     if said.get("desc_act"):
         raise UnsupportedError(f"{where}: GPTQ with columns in another order (desc_act) cannot be served yet")
     return Form(
         "gptq",
-        f"GPTQ in {bits} bits, {_of_groups(group)}",
-        Layout("int4" if bits == 4 else "int8", group=group if group > 0 else None),
+        f"GPTQ in {bits} bits, {_of_groups(group)}{', with zero points' if zeros else ''}",
+        Layout("int4" if bits == 4 else "int8", group=group if group > 0 else None, zeros=zeros),
         codes="qweight",
         dtypes=("I32",),
         suffixes=("qweight", "qzeros", "scales", "g_idx"),
         zero_offset=1 if written == "gptq" else 0,
+    )
+
+
+def _awq(said: Mapping[str, Any], where: str) -> Form:
+    bits = _whole(said, "bits" if "bits" in said else "w_bit", where)
+    group = _whole(said, "group_size" if "group_size" in said else "q_group_size", where)
+    if bits != 4:
+        raise UnsupportedError(f"{where}: AWQ in {bits} bits cannot be served: 4 can")
+    if (version := str(said.get("version") or "gemm").lower()) != "gemm":
+        raise UnsupportedError(f"{where}: AWQ of version {version!r} cannot be served: gemm can")
+    return Form(
+        "awq",
+        f"AWQ in 4 bits, {_of_groups(group)}",
+        Layout("int4", group=group if group > 0 else None, zeros=True),
+        codes="qweight",
+        dtypes=("I32",),
+        suffixes=("qweight", "qzeros", "scales"),
     )
 
 
@@ -201,5 +225,5 @@ def _of_groups(group: int) -> str:
     return f"groups of {group}" if group > 0 else "a scale for each row"
 
 
-FORMS: Mapping[str, Callable[[Mapping[str, Any], str], Form]] = {"fp8": _fp8, "gptq": _gptq}
+FORMS: Mapping[str, Callable[[Mapping[str, Any], str], Form]] = {"fp8": _fp8, "gptq": _gptq, "awq": _awq}
 """By `quant_method`."""

@@ -40,15 +40,44 @@ def _gptq(form: Form, module: str, read: Read) -> Packed:
     """`qweight` int32 [K / codes of a word, N], `qzeros` [G, N / codes of a word], `scales` [G, N]."""
     bits = form.layout.bits
     codes = _unpacked(read(f"{module}.qweight").T, bits)
-    zeros = _unpacked(read(f"{module}.qzeros"), bits) + form.zero_offset
-    middle = 2 ** (bits - 1)
-    if not bool((zeros == middle).all()):
-        other = int(zeros[zeros != middle][0])
+    scales = _groups(form, read(f"{module}.scales").T, codes.shape[1])
+    zeros = _unpacked(read(f"{module}.qzeros"), bits)
+    if not form.layout.zeros:
+        _check_middle(form, module, zeros + form.zero_offset)
+        return Packed(_stored(codes, bits), scales)
+    if form.zero_offset and bool((zeros == 2**bits - 1).any()):
         raise UnsupportedError(
-            f"{module}.qzeros has the zero point {other}, and sym of the quantization_config says that all are "
-            f"{middle} (checkpoint_format {'gptq' if form.zero_offset else 'gptq_v2'})"
+            f"{module}.qzeros has a zero point that is stored as {2**bits - 1}, which programs read as 0 or as "
+            f"{2**bits} (checkpoint_format gptq); save it again as gptq_v2"
         )
-    return Packed(_stored(codes, bits), _groups(form, read(f"{module}.scales").T, codes.shape[1]))
+    signed = zeros + (form.zero_offset - 2 ** (bits - 1))
+    return Packed(_stored(codes, bits), scales, _groups(form, signed.T, codes.shape[1]))
+
+
+def _check_middle(form: Form, module: str, zeros: torch.Tensor) -> None:
+    """UnsupportedError unless zero points are those of symmetric codes."""
+    middle = 2 ** (form.layout.bits - 1)
+    if not bool((zeros == middle).all()):
+        raise UnsupportedError(
+            f"{module}.qzeros has the zero point {int(zeros[zeros != middle][0])}, and sym of the quantization_config "
+            f"says that all are {middle} (checkpoint_format {'gptq' if form.zero_offset else 'gptq_v2'})"
+        )
+
+
+_AWQ_COLUMNS = torch.tensor((0, 2, 4, 6, 1, 3, 5, 7)).argsort()
+"""Where the codes of eight columns are in an integer."""
+
+
+def _awq(form: Form, module: str, read: Read) -> Packed:
+    """`qweight` int32 [K, N / 8], `qzeros` [G, N / 8], `scales` [G, N]."""
+    bits = form.layout.bits
+    codes, zeros = (
+        _unpacked(words, bits).view(len(words), -1, len(_AWQ_COLUMNS))[..., _AWQ_COLUMNS].flatten(1).T
+        for words in (read(f"{module}.qweight"), read(f"{module}.qzeros"))
+    )
+    inputs = codes.shape[1]
+    scales = _groups(form, read(f"{module}.scales").T, inputs)
+    return Packed(_stored(codes, bits), scales, _groups(form, zeros - 2 ** (bits - 1), inputs))
 
 
 def _fp8(form: Form, module: str, read: Read) -> Packed:
@@ -80,7 +109,7 @@ def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _stored(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """As `Packed` has codes [N, K] without sign, of which the middle one is 0 there."""
-    signed = (codes - 2 ** (bits - 1)).to(torch.int8)
+    signed = (codes - 2 ** (bits - 1)).to(torch.int8).contiguous()
     return in_pairs(signed) if bits == 4 else signed
 
 
@@ -93,4 +122,4 @@ def _groups(form: Form, of_groups: torch.Tensor, inputs: int) -> torch.Tensor:
     return of_groups[:, torch.arange(0, inputs, size) // group]
 
 
-_READ: Mapping[Kind, Callable[[Form, str, Read], Packed]] = {"gptq": _gptq, "fp8": _fp8}
+_READ: Mapping[Kind, Callable[[Form, str, Read], Packed]] = {"gptq": _gptq, "awq": _awq, "fp8": _fp8}
