@@ -1,6 +1,7 @@
 """Writes checkpoints in fewer bits as others publish them, by code that is not this project's, and what their numbers
 are."""
 
+import importlib
 import json
 import re
 import shutil
@@ -54,24 +55,30 @@ def publish(source: Path, folder: Path, method: Method, keep: str = "$^") -> tup
     return str(packed), str(dense)
 
 
-def gptq(bits: int, group: int, *, v2: bool = False, zeros: bool = False) -> Method:
+def gptq(bits: int, group: int, *, v2: bool = False, zeros: bool = False, order: bool = False) -> Method:
     """As AutoGPTQ and GPTQModel write it, by vLLM's functions: the codes of eight (or four) rows of W^T in an integer,
     and zero points that are stored less one, except in their second format."""
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
     def quantize(weight: torch.Tensor) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
         inputs, outputs = weight.T.shape
-        codes, scales, points = integers(weight, bits, group, zeros=zeros, least=0 if v2 else 1)
+        by_importance = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+        columns = by_importance if order else torch.arange(inputs)  # the same for matrices that read the same input
+        codes, scales, points = integers(weight[:, columns], bits, group, zeros=zeros, least=0 if v2 else 1)
+        groups = (torch.arange(inputs) // (inputs // len(scales))).int()
+        places = columns.argsort()
+        numbers = numbers_of(codes, scales, points)[:, places]
+        codes, groups = codes[places], groups[places]
         parts = {
             "qweight": quant_utils.gptq_pack(codes, bits, inputs, outputs),
             "qzeros": quant_utils.pack_cols(points - (0 if v2 else 1), bits, len(scales), outputs),
             "scales": scales,
-            "g_idx": (torch.arange(inputs) // (inputs // len(scales))).int(),
+            "g_idx": groups,
         }
-        return parts, numbers_of(codes, scales, points)
+        return parts, numbers
 
     written = {"checkpoint_format": "gptq_v2"} if v2 else {}
-    common = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": not zeros}
+    common = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": order, "sym": not zeros}
     return Method(quantize, {**common, **written})
 
 
@@ -92,6 +99,67 @@ def awq(group: int) -> Method:
     return Method(
         quantize, {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
     )
+
+
+def scheme(strategy: str, bits: int, **others: Any) -> dict[str, Any]:
+    """Arguments of compressed-tensors for weights."""
+    return {"num_bits": bits, "type": "int", "symmetric": True, "strategy": strategy, **others}
+
+
+def compressed(
+    scheme: Mapping[str, Any], *, pack: bool = True, order: bool = False, scales: torch.dtype = torch.bfloat16
+) -> Method:
+    """As llm-compressor writes it, by the compressors of compressed-tensors, which pack codes into integers or not."""
+    theirs: Any = importlib.import_module("compressed_tensors.quantization")
+    calculate_qparams: Any = importlib.import_module("compressed_tensors.quantization.utils").calculate_qparams
+    compressors: Any = importlib.import_module("compressed_tensors.compressors.base")
+    arguments = theirs.QuantizationArgs(**scheme)
+    kind = "pack-quantized" if pack else f"{scheme['type']}-quantized"
+    compressor = compressors.BaseCompressor.get_value_from_registry(kind)
+    whole = theirs.QuantizationScheme(targets=["Linear"], weights=arguments)
+
+    def quantize(weight: torch.Tensor) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
+        outputs, inputs = weight.shape
+        size = scheme.get("group_size") or inputs
+        by_importance = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+        groups = (by_importance.argsort() // size).int() if order else (torch.arange(inputs) // size).int()
+        grouped = weight[:, groups.argsort(stable=True)].view(outputs, -1, size)
+        found, zeros = calculate_qparams(grouped.amin(-1), grouped.amax(-1), arguments)
+        if scheme["strategy"] == "tensor":
+            found, zeros = found.amax().reshape(1), zeros.flatten()[:1]
+        state = {"weight": weight, "weight_scale": found.to(scales), "weight_zero_point": zeros}
+        if order:
+            state["weight_g_idx"] = groups
+        stored = compressor.compress(state, whole)
+        # In float64, so that it does not matter how their reader rounds.
+        read = {**stored, "weight_scale": stored["weight_scale"].double()}
+        numbers = compressor.decompress(read, whole)["weight"].double()
+        return {name: each for name, each in stored.items() if isinstance(each, torch.Tensor)}, numbers
+
+    group = {"targets": ["Linear"], "weights": json.loads(arguments.model_dump_json()), "format": kind}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    return Method(quantize, config, torch.bfloat16)
+
+
+def compressed_blocks() -> Method:
+    """FP8 in blocks, as llm-compressor writes it."""
+    of_qwen = fp8((128, 128))
+
+    def quantize(weight: torch.Tensor) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
+        parts, numbers = of_qwen.quantize(weight)
+        return {"weight": parts["weight"], "weight_scale": parts["weight_scale_inv"]}, numbers
+
+    weights = scheme("block", 8, type="float", block_structure=[128, 128])
+    activations = scheme("group", 8, type="float", group_size=128, dynamic=True)
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}}
+    config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+    return Method(quantize, config, torch.bfloat16)
 
 
 def integers(

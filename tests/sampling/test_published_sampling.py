@@ -20,7 +20,7 @@ from tinker_local.backend.weights.memory_holder import MemoryHolder
 from tinker_local.backend.weights.published import WEIGHTS
 
 from tests.families.test_other_families import tiny
-from tests.published_checkpoints import Method, awq, fp8, gptq, publish
+from tests.published_checkpoints import Method, awq, compressed, fp8, gptq, publish, scheme
 from tests.sampling.test_packed_sampling import expected_logprobs, packed_modules, sampled_by, trained_by
 from tests.sampling.test_shared_weights import SEEING, lent_to, logprobs
 
@@ -43,7 +43,22 @@ CASES |= {
     "gptq-4-zeros": (lambda: gptq(4, 32, zeros=True), "qwen3", TextShape()),
     "gptq-8-zeros": (lambda: gptq(8, 64, v2=True, zeros=True), "gemma3", TextShape()),
 }
-QUICK = ("gptq-4-32", "fp8-blocks", "awq")
+CASES |= {
+    "w4a16": (lambda: compressed(scheme("group", 4, group_size=32)), "qwen3_vl", TextShape()),
+    "w4a16-zeros": (lambda: compressed(scheme("group", 4, group_size=64, symmetric=False)), "qwen3", WIDE),
+    "w8a16-rows": (lambda: compressed(scheme("channel", 8), scales=torch.float16), "llama", TextShape()),
+    "w8a16-rows-zeros": (lambda: compressed(scheme("channel", 8, symmetric=False)), "qwen3", TextShape()),
+    "w8a16-order": (
+        lambda: compressed(scheme("group", 8, group_size=32, actorder="group"), order=True),
+        "gemma3",
+        TextShape(),
+    ),
+    "float-rows": (lambda: compressed(scheme("channel", 8, type="float"), pack=False), "qwen3", TextShape()),
+    "float-tensor": (lambda: compressed(scheme("tensor", 8, type="float"), pack=False), "llama", TextShape()),
+    "gptq-order": (lambda: gptq(4, 32, order=True), "qwen3", TextShape()),
+    "gptq-order-zeros": (lambda: gptq(8, 64, order=True, v2=True, zeros=True), "qwen3_vl", TextShape()),
+}
+QUICK = ("gptq-4-32", "fp8-blocks", "awq", "w4a16-zeros", "gptq-order")
 
 
 def write_dense(family: Any, folder: Path, shape: TextShape) -> Path:

@@ -23,8 +23,9 @@ from tinker_local.backend.weights.packed import PackedLinear, packed
 from tinker_local.backend.weights.published import WEIGHTS, published_of
 from tinker_local.types import UnsupportedError
 
-from tests.published_checkpoints import awq, fp8, gptq, publish
+from tests.published_checkpoints import Method, awq, compressed, compressed_blocks, fp8, gptq, publish, scheme
 
+WIDE = TextShape(hidden_size=192, intermediate_size=320, num_heads=6)
 WHOLE_BLOCKS = TextShape(hidden_size=256, intermediate_size=384, num_kv_heads=4)
 
 
@@ -102,6 +103,35 @@ def trainer_of(folder: str) -> HFTrainer:
 def weights_of(trainer: HFTrainer) -> dict[str, torch.Tensor]:
     modules = trainer._loaded.model.named_modules()
     return {path: each.weight for path, each in modules if isinstance(each, torch.nn.Linear)}
+
+
+METHODS: dict[str, Callable[[], Method]] = {
+    "fp8-blocks": lambda: fp8((128, 128)),
+    "fp8-tensor": lambda: fp8(None),
+    "gptq-4": lambda: gptq(4, 32),
+    "gptq-8-order-zeros": lambda: gptq(8, 64, v2=True, zeros=True, order=True),
+    "awq": lambda: awq(64),
+    "w4a16": lambda: compressed(scheme("group", 4, group_size=32)),
+    "w4a16-zeros": lambda: compressed(scheme("group", 4, group_size=64, symmetric=False)),
+    "w4a16-order": lambda: compressed(scheme("group", 4, group_size=32, actorder="group"), order=True),
+    "w8a16-zeros": lambda: compressed(scheme("channel", 8, symmetric=False)),
+    "w8a8-float": lambda: compressed(scheme("channel", 8, type="float"), pack=False),
+    "w8a8-int": lambda: compressed(scheme("channel", 8), pack=False),
+    "w8a8-blocks": compressed_blocks,
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_trainer_reads_the_numbers_that_their_writer_says(method: str, tmp_path: Path) -> None:
+    """Of matrices that blocks of 128 do not divide."""
+    source = make_tiny_text_model(tmp_path / "model", shape=WIDE)
+    folder, dense = publish(source, tmp_path, METHODS[method]())
+    numbers = load_file(Path(dense) / "model.safetensors")
+    trainer = trainer_of(folder)
+    found = {f"{path}.weight": each for path, each in weights_of(trainer).items() if ".layers." in path}
+    assert len(found) == 14
+    assert all(torch.equal(each, numbers[name].float()) for name, each in found.items())
+    trainer.close()
 
 
 def test_blocks_of_fp8_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
@@ -295,6 +325,92 @@ def test_what_of_awq_cannot_be_served_is_refused_in_a_sentence(case: str, tmp_pa
     folder, _ = publish(make_tiny_text_model(tmp_path / "model"), tmp_path, awq(32))
     change, words = OF_AWQ[case]
     assert words in changed(folder, change)
+
+
+def with_weights(config: dict[str, Any], written: str = "pack-quantized", **fields: Any) -> None:
+    config["format"] = written
+    config["config_groups"]["group_0"]["weights"].update(fields)
+
+
+OF_COMPRESSED: dict[str, tuple[Change, str]] = {
+    "nvfp4": (
+        lambda _, config: config.update(format="nvfp4-pack-quantized"),
+        "compressed-tensors of format 'nvfp4-pack-quantized' cannot be served: pack-quantized, float-quantized",
+    ),
+    "several": (
+        lambda _, config: config["config_groups"].update(group_1={"weights": scheme("channel", 8)}),
+        "config_groups have several schemes of weights; modules in several precisions cannot be served",
+    ),
+    "no-groups": (lambda _, config: config.update(config_groups={}), "have no scheme of weights"),
+    "cache": (
+        lambda _, config: config.update(kv_cache_scheme={"num_bits": 8}),
+        "kv_cache_scheme of compressed-tensors",
+    ),
+    "rotated": (
+        lambda _, config: config.update(transform_config={"config_groups": {"u": {}}}),
+        "transform_config of compressed-tensors cannot be served",
+    ),
+    "sparse": (
+        lambda _, config: config.update(sparsity_config={"format": "sparse-24-bitmask"}),
+        "sparse weights of compressed-tensors (sparse-24-bitmask) cannot be served",
+    ),
+    "bits": (
+        lambda _, config: with_weights(config, num_bits=2),
+        "int in 2 bits, groups of 32, cannot be served as pack-quantized: int in 4 or 8 bits by group or row can",
+    ),
+    "strategy": (lambda _, config: with_weights(config, strategy="token"), "strategy 'token' of compressed-tensors"),
+    "zeros": (
+        lambda _, config: with_weights(config, symmetric=False),
+        "weight_zero_point (compressed-tensors, int in 4 bits, groups of 32, with zero points); download",
+    ),
+    "order": (
+        lambda _, config: with_weights(config, actorder="group"),
+        "weight_g_idx (compressed-tensors, int in 4 bits, groups of 32); download the model again",
+    ),
+    "float": (
+        lambda _, config: with_weights(config, written="float-quantized", type="float"),
+        "float in 4 bits, groups of 32, cannot be served as float-quantized: symmetric int or float in 8 bits can",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_COMPRESSED)
+def test_what_of_compressed_tensors_cannot_be_served_is_refused_in_a_sentence(case: str, tmp_path: Path) -> None:
+    method = compressed(scheme("group", 4, group_size=32))
+    folder, _ = publish(make_tiny_text_model(tmp_path / "model"), tmp_path, method)
+    change, words = OF_COMPRESSED[case]
+    assert words in changed(folder, change)
+
+
+IN_ORDER: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "differing": (
+        lambda tensors: tensors[f"{UP}.g_idx"].copy_(tensors[f"{UP}.g_idx"].flip(0)),
+        r"^gate_proj, up_proj have columns in different orders \(desc_act\), and both engines multiply by them as one",
+    ),
+    "beyond": (
+        lambda tensors: tensors[f"{UP}.g_idx"].__setitem__(0, 2),
+        r"up_proj\.g_idx has groups from 0 to 2, and there are 2$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IN_ORDER)
+def test_groups_of_columns_that_cannot_be_are_refused(case: str, tmp_path: Path) -> None:
+    folder, _ = publish(make_tiny_text_model(tmp_path / "model"), tmp_path, gptq(4, 32, order=True))
+    path, (change, words) = Path(folder) / "model.safetensors", IN_ORDER[case]
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(UnsupportedError, match=words):
+        trainer_of(folder)
+
+
+def test_an_order_of_columns_that_the_config_does_not_tell_of_is_refused(tmp_path: Path) -> None:
+    folder, _ = publish(make_tiny_text_model(tmp_path / "model"), tmp_path, gptq(4, 32, order=True))
+    path = Path(folder) / "config.json"
+    path.write_text(path.read_text().replace('"desc_act": true', '"desc_act": false'))
+    with pytest.raises(UnsupportedError, match=r"g_idx has columns of a group that are not side by side, and desc_act"):
+        trainer_of(folder)
 
 
 def test_a_code_of_fp8_that_is_not_a_number_is_refused(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def register() -> None:
     )
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-    from vllm.model_executor.parameter import ModelWeightParameter
+    from vllm.model_executor.parameter import ModelWeightParameter, RowvLLMParameter
 
     @register_weight_loader_v2_supported_method
     class PackedMethod(LinearMethodBase):
@@ -82,6 +82,12 @@ def register() -> None:
                     weight_loader=attributes["weight_loader"],
                 )
                 layer.register_parameter(name, parameter)
+            if layout.order:  # a vector, which each engine has; joined matrices have the same one
+                groups_of_columns = torch.empty(inputs, dtype=torch.int32)
+                vector = RowvLLMParameter(
+                    data=groups_of_columns, input_dim=0, weight_loader=attributes["weight_loader"]
+                )
+                layer.register_parameter(ORDER, vector)
 
         def process_weights_after_loading(self, layer: Any) -> None:
             """They stay as they are."""

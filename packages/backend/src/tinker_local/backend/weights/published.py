@@ -59,6 +59,11 @@ class Published:
             scale_bytes=self.layout.scale_bytes,
         )
 
+    @property
+    def orders(self) -> Mapping[str, str]:
+        """The names in the files of the groups of columns, by the modules that have some."""
+        return {module: f"{module}.{self.form.order}" for module in self.modules} if self.layout.order else {}
+
     def tails(self) -> list[str]:
         """The packed modules from `layers.` on, which vLLM and transformers call alike."""
         return sorted(_IN_LAYERS.search(module)[1] for module in self.modules)  # type: ignore[index]  # all match

@@ -16,7 +16,7 @@ _SCALES: Mapping[str, Scales] = {"F16": "float16", "BF16": "bfloat16", "F32": "f
 _WORD = 32
 """Bits of an integer that codes are packed into."""
 
-Kind = Literal["gptq", "awq", "fp8"]
+Kind = Literal["gptq", "awq", "fp8", "packed"]
 
 
 class UnknownMethodError(UnsupportedError):
@@ -27,7 +27,8 @@ class UnknownMethodError(UnsupportedError):
 class Form:
     """`kind`: where what is (`read_published.py`). `told`: in words. `codes`: the suffix of the tensor of codes, which
     has one of `dtypes`; `suffixes`: of all tensors that a module may have. `block_rows`: how many rows share a scale of
-    FP8 (None: all or each). `zero_offset`: what is added to stored zero points."""
+    FP8 (None: all or each). `order`: the suffix of the groups of columns. `zero_offset`: what is added to stored zero
+    points."""
 
     kind: Kind
     told: str
@@ -36,6 +37,7 @@ class Form:
     dtypes: tuple[str, ...]
     suffixes: tuple[str, ...]
     block_rows: int | None = None
+    order: str = ""
     zero_offset: int = 0
 
     def with_scales(self, dtype: str, folder: Path) -> "Form":
@@ -60,7 +62,7 @@ class Form:
 
     def shape_of(self, stem: str, parts: Mapping[str, StoredTensor]) -> tuple[int, int]:
         """(N, K) of a module; UnsupportedError if its tensors do not fit together."""
-        scale = self.scale_of(stem, parts)
+        self.scale_of(stem, parts)
         shape, wanted = _SHAPES[self.kind](self, parts)
         for suffix, possible in wanted.items():
             if suffix not in parts:
@@ -73,7 +75,6 @@ class Form:
                     f"{' or '.join(str([*each]) for each in possible)} is due for {self.told} with "
                     f"{stem}.{self.codes} {[*parts[self.codes].shape]}"
                 )
-        del scale
         return shape
 
 
@@ -104,6 +105,19 @@ def _awq_shapes(form: Form, parts: Mapping[str, StoredTensor]) -> _Shapes:
     return (words * per_word, inputs), {"scales": ((groups, words * per_word),), "qzeros": ((groups, words),)}
 
 
+def _packed_shapes(form: Form, parts: Mapping[str, StoredTensor]) -> _Shapes:
+    per_word = _WORD // form.layout.bits
+    outputs, words = _matrix(parts[form.codes])
+    inputs = words * per_word
+    groups = _groups(form, inputs)
+    wanted: dict[str, tuple[tuple[int, ...], ...]] = {"weight_scale": ((outputs, groups),), "weight_shape": ((2,),)}
+    if form.layout.zeros:
+        wanted["weight_zero_point"] = ((-(-outputs // per_word), groups),)
+    if form.layout.order:
+        wanted["weight_g_idx"] = ((inputs,),)
+    return (outputs, inputs), wanted
+
+
 def _fp8_shapes(form: Form, parts: Mapping[str, StoredTensor]) -> _Shapes:
     outputs, inputs = _matrix(parts[form.codes])
     scale = form.scale_of("", parts)
@@ -127,6 +141,7 @@ def _groups(form: Form, inputs: int) -> int:
 _SHAPES: Mapping[Kind, Callable[[Form, Mapping[str, StoredTensor]], _Shapes]] = {
     "gptq": _gptq_shapes,
     "awq": _awq_shapes,
+    "packed": _packed_shapes,
     "fp8": _fp8_shapes,
 }
 
@@ -155,15 +170,20 @@ def _gptq(said: Mapping[str, Any], where: str) -> Form:
         )
     _check_uniform(said.get("dynamic"), "dynamic", where)
     zeros = not said.get("sym", True)
-    if said.get("desc_act"):
-        raise UnsupportedError(f"{where}: GPTQ with columns in another order (desc_act) cannot be served yet")
+    order = bool(said.get("desc_act"))
     return Form(
         "gptq",
         f"GPTQ in {bits} bits, {_of_groups(group)}{', with zero points' if zeros else ''}",
-        Layout("int4" if bits == 4 else "int8", group=group if group > 0 else None, zeros=zeros),
+        Layout(
+            "int4" if bits == 4 else "int8",
+            group=group if group > 0 else None,
+            zeros=zeros,
+            order=order and group > 0,
+        ),
         codes="qweight",
         dtypes=("I32",),
         suffixes=("qweight", "qzeros", "scales", "g_idx"),
+        order="g_idx",
         zero_offset=1 if written == "gptq" else 0,
     )
 
@@ -187,9 +207,7 @@ def _awq(said: Mapping[str, Any], where: str) -> Form:
 
 def _fp8(said: Mapping[str, Any], where: str) -> Form:
     blocks = said.get("weight_block_size")
-    if blocks is not None and not (
-        isinstance(blocks, list) and len(blocks) == 2 and all(isinstance(each, int) and each > 0 for each in blocks)
-    ):
+    if blocks is not None and not _is_block(blocks):
         raise UnsupportedError(f"{where}: weight_block_size is {blocks!r}, and two sizes are due, as [128, 128]")
     if (written := str(said.get("fmt") or "e4m3")) != "e4m3":
         raise UnsupportedError(f"{where}: FP8 of fmt {written!r} cannot be served: e4m3 can")
@@ -204,6 +222,93 @@ def _fp8(said: Mapping[str, Any], where: str) -> Form:
     )
 
 
+def _compressed(said: Mapping[str, Any], where: str) -> Form:
+    """compressed-tensors, whose `config_groups` have one scheme of weights here. How activations are to be rounded is
+    left out: both engines multiply by unrounded ones."""
+    for field in ("kv_cache_scheme", "transform_config"):
+        if said.get(field):
+            raise UnsupportedError(f"{where}: {field} of compressed-tensors cannot be served")
+    sparse = said.get("sparsity_config") or {}
+    if sparse.get("format", "dense") != "dense":
+        raise UnsupportedError(f"{where}: sparse weights of compressed-tensors ({sparse['format']}) cannot be served")
+    groups = said.get("config_groups")
+    schemes = [each.get("weights") for each in groups.values()] if isinstance(groups, dict) else []
+    if not schemes or not all(isinstance(each, dict) for each in schemes):
+        raise UnsupportedError(f"{where}: config_groups of compressed-tensors have no scheme of weights")
+    written = str(said.get("format"))
+    if written == "mixed-precision" or any(_scheme(each) != _scheme(schemes[0]) for each in schemes):
+        raise UnsupportedError(
+            f"{where}: config_groups have several schemes of weights; modules in several precisions cannot be served"
+        )
+    if written not in _COMPRESSED:
+        raise UnsupportedError(
+            f"{where}: compressed-tensors of format {written!r} cannot be served: {', '.join(_COMPRESSED)} can"
+        )
+    return _of_scheme(schemes[0], written, where)
+
+
+_COMPRESSED = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
+_DECISIVE = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "actorder")
+
+
+def _scheme(weights: Mapping[str, Any]) -> list[Any]:
+    return [weights.get(field) for field in _DECISIVE]
+
+
+def _of_scheme(weights: Mapping[str, Any], written: str, where: str) -> Form:
+    bits, kind, strategy = weights.get("num_bits"), weights.get("type"), str(weights.get("strategy"))
+    symmetric, packed = bool(weights.get("symmetric", True)), written == "pack-quantized"
+    group, rows = _sizes(weights, strategy, where)
+    told = (
+        f"compressed-tensors, {kind} in {bits} bits, {_of_groups(group or -1) if rows is None else f'{rows} x {group}'}"
+    )
+    order = packed and weights.get("actorder") in ("group", "dynamic")
+    if packed:
+        if (bits, kind) not in ((4, "int"), (8, "int")) or strategy not in ("group", "channel"):
+            raise UnsupportedError(
+                f"{where}: {told}, cannot be served as {written}: int in 4 or 8 bits by group or row can"
+            )
+        return Form(
+            "packed",
+            told + ("" if symmetric else ", with zero points"),
+            Layout("int4" if bits == 4 else "int8", group=group, zeros=not symmetric, order=order),
+            codes="weight_packed",
+            dtypes=("I32",),
+            suffixes=("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
+            order="weight_g_idx",
+        )
+    if (bits, kind) not in ((8, "int"), (8, "float")) or not symmetric:
+        raise UnsupportedError(f"{where}: {told}, cannot be served as {written}: symmetric int or float in 8 bits can")
+    return Form(
+        "fp8",
+        told,
+        Layout("float8" if kind == "float" else "int8", group=group),
+        codes="weight",
+        dtypes=("F8_E4M3" if kind == "float" else "I8",),
+        suffixes=("weight", "weight_scale", "weight_zero_point", "input_scale", "input_zero_point"),
+        block_rows=rows or (1 if group else None),
+    )
+
+
+def _sizes(weights: Mapping[str, Any], strategy: str, where: str) -> tuple[int | None, int | None]:
+    """How many columns share a scale (None: all), and how many rows, if those of a block do."""
+    if strategy in ("channel", "tensor"):
+        return None, None
+    if strategy == "group":
+        return _whole(weights, "group_size", where), None
+    blocks = weights.get("block_structure")
+    if (
+        strategy == "block"
+        and isinstance(blocks, list)
+        and len(blocks) == 2
+        and all(type(each) is int for each in blocks)
+    ):
+        return blocks[1], blocks[0]
+    raise UnsupportedError(
+        f"{where}: strategy {strategy!r} of compressed-tensors cannot be served: group, channel, tensor and block can"
+    )
+
+
 def _check_uniform(chosen: Any, field: str, where: str) -> None:
     """UnsupportedError if modules may have other bits than the rest. GPTQModel begins with "-:" what has none."""
     others = sorted(each for each in chosen or () if not str(each).startswith("-:"))
@@ -212,6 +317,10 @@ def _check_uniform(chosen: Any, field: str, where: str) -> None:
             f"{where}: {field} gives {others[0]!r} other bits than the rest; modules in several precisions cannot be "
             "served"
         )
+
+
+def _is_block(given: Any) -> bool:
+    return isinstance(given, list) and len(given) == 2 and all(isinstance(each, int) and each > 0 for each in given)
 
 
 def _whole(said: Mapping[str, Any], field: str, where: str) -> int:
@@ -225,5 +334,10 @@ def _of_groups(group: int) -> str:
     return f"groups of {group}" if group > 0 else "a scale for each row"
 
 
-FORMS: Mapping[str, Callable[[Mapping[str, Any], str], Form]] = {"fp8": _fp8, "gptq": _gptq, "awq": _awq}
+FORMS: Mapping[str, Callable[[Mapping[str, Any], str], Form]] = {
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+}
 """By `quant_method`."""

@@ -40,18 +40,41 @@ def _gptq(form: Form, module: str, read: Read) -> Packed:
     """`qweight` int32 [K / codes of a word, N], `qzeros` [G, N / codes of a word], `scales` [G, N]."""
     bits = form.layout.bits
     codes = _unpacked(read(f"{module}.qweight").T, bits)
+    order = _order(form, module, read, codes.shape[1])
     scales = _groups(form, read(f"{module}.scales").T, codes.shape[1])
     zeros = _unpacked(read(f"{module}.qzeros"), bits)
     if not form.layout.zeros:
         _check_middle(form, module, zeros + form.zero_offset)
-        return Packed(_stored(codes, bits), scales)
+        return Packed(_stored(codes, bits), scales, None, order)
     if form.zero_offset and bool((zeros == 2**bits - 1).any()):
         raise UnsupportedError(
             f"{module}.qzeros has a zero point that is stored as {2**bits - 1}, which programs read as 0 or as "
             f"{2**bits} (checkpoint_format gptq); save it again as gptq_v2"
         )
     signed = zeros + (form.zero_offset - 2 ** (bits - 1))
-    return Packed(_stored(codes, bits), scales, _groups(form, signed.T, codes.shape[1]))
+    return Packed(_stored(codes, bits), scales, _groups(form, signed.T, codes.shape[1]), order)
+
+
+def _order(form: Form, module: str, read: Read, inputs: int) -> torch.Tensor | None:
+    """The groups of columns, int32 [K], if they are not side by side. UnsupportedError if there are no such groups, or
+    if they are in another order and `config.json` does not say so."""
+    assert form.order
+    name, group = f"{module}.{form.order}", form.layout.group or inputs
+    try:
+        found = read(name).int()
+    except KeyError:  # of GPTQ without an order, from some programs
+        return None
+    count = -(-inputs // group)
+    if form.layout.order:
+        if int(found.min()) < 0 or int(found.max()) >= count:
+            raise UnsupportedError(f"{name} has groups from {found.min()} to {found.max()}, and there are {count}")
+        return found
+    if not torch.equal(found, (torch.arange(inputs) // group).int()):
+        raise UnsupportedError(
+            f"{name} has columns of a group that are not side by side, and desc_act of the quantization_config does "
+            "not say so"
+        )
+    return None
 
 
 def _check_middle(form: Form, module: str, zeros: torch.Tensor) -> None:
@@ -80,8 +103,24 @@ def _awq(form: Form, module: str, read: Read) -> Packed:
     return Packed(_stored(codes, bits), scales, _groups(form, zeros - 2 ** (bits - 1), inputs))
 
 
+def _packed(form: Form, module: str, read: Read) -> Packed:
+    """Of compressed-tensors: `weight_packed` int32 [N, K / codes of a word], `weight_scale` [N, G],
+    `weight_zero_point` int32 [N / codes of a word, G]."""
+    bits = form.layout.bits
+    codes = _unpacked(read(f"{module}.weight_packed"), bits)
+    rows, inputs = codes.shape
+    if (shape := read(f"{module}.weight_shape").tolist()) != [rows, inputs]:
+        raise UnsupportedError(f"{module}.weight_shape is {shape}, and {module}.weight_packed has {[rows, inputs]}")
+    zeros = None
+    if form.layout.zeros:
+        of_rows = _unpacked(read(f"{module}.weight_zero_point").T, bits).T[:rows]
+        zeros = _groups(form, of_rows - 2 ** (bits - 1), inputs)
+    order = _order(form, module, read, inputs) if form.layout.order else None
+    return Packed(_stored(codes, bits), _groups(form, read(f"{module}.weight_scale"), inputs), zeros, order)
+
+
 def _fp8(form: Form, module: str, read: Read) -> Packed:
-    """`weight` float8 [N, K], and a scale for all, each row or each block."""
+    """`weight` float8 or int8 [N, K], and a scale for all, each row or each block."""
     codes = read(f"{module}.weight")
     rows, inputs = codes.shape
     scales = _first(read, (f"{module}.weight_scale_inv", f"{module}.weight_scale"))
@@ -116,10 +155,10 @@ def _stored(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def _groups(form: Form, of_groups: torch.Tensor, inputs: int) -> torch.Tensor:
     """What groups have [N, G], for groups of one size: several times where that of the files does not divide K."""
     group = form.layout.group
-    if group is None or inputs % group == 0:
+    if group is None or inputs % group == 0 or form.layout.order:
         return of_groups.contiguous()
     size = math.gcd(group, inputs)
     return of_groups[:, torch.arange(0, inputs, size) // group]
 
 
-_READ: Mapping[Kind, Callable[[Form, str, Read], Packed]] = {"gptq": _gptq, "awq": _awq, "fp8": _fp8}
+_READ: Mapping[Kind, Callable[[Form, str, Read], Packed]] = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "packed": _packed}

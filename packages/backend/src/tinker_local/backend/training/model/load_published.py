@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from tinker_local.backend.weight_files import folder_of, stored_tensors
+from tinker_local.backend.weights.joined_names import GATE_UP, QKV
 from tinker_local.backend.weights.packed import PackedLinear
 from tinker_local.backend.weights.published import Published, published_of
 from tinker_local.backend.weights.read_published import read_packed, reading
@@ -41,5 +42,19 @@ def _replace(model: Any, published: Published, modules: dict[int, str], read: An
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, PackedLinear(linear, read_packed(published, module, read)))
         found.add(module)
+    for parent in model.modules():
+        _check_orders(parent)
     if left := sorted(published.modules.keys() - found):
         raise UnsupportedError(f"{left[0]} is quantized, and transformers' model has no Linear module there")
+
+
+def _check_orders(parent: Any) -> None:
+    """UnsupportedError if matrices that are multiplied as one have columns in different orders."""
+    for joined in (QKV, GATE_UP):
+        parts = [getattr(parent, name, None) for name in joined.parts]
+        orders = [each.order for each in parts if isinstance(each, PackedLinear) and each.order is not None]
+        if any(not torch.equal(order, orders[0]) for order in orders):
+            raise UnsupportedError(
+                f"{', '.join(joined.parts)} have columns in different orders (desc_act), and both engines multiply by "
+                "them as one matrix"
+            )
