@@ -21,6 +21,7 @@ from tinker_local.backend.exporting.base_model import BaseModel
 from tinker_local.backend.exporting.peft_folder import vllm_rank
 from tinker_local.backend.exporting.trained import Trained
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
+from tinker_local.backend.weights.published import WEIGHTS
 from tinker_local.types import InternalError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -151,7 +152,14 @@ class Reference:
         rank = trained.config.rank
         self._dtype = base.dtype
         self._trainer = HFTrainer(
-            TrainerConfig(base.path, name=base.path, dtype=base.dtype, device=device, max_rank=rank)
+            TrainerConfig(
+                base.path,
+                name=base.path,
+                dtype=base.dtype,
+                device=device,
+                max_rank=rank,
+                weights="dense" if base.published is None else WEIGHTS,
+            )
         )
         self._trainer.load_adapter("trained", trained.state())
 
@@ -206,11 +214,15 @@ def _loaded_logprobs(folder: Path, trained: Trained, to: str, device: str, probe
     import torch
     import transformers
     from tinker_local.backend.training.model.decoders.transformers_delta_net import use_kernels_on_gpus_alone
+    from tinker_local.backend.training.model.load_published import load_published
 
     base = trained.base
     auto = getattr(transformers, base.family.auto_class)
-    path = str(folder) if to == "merged" else base.path
-    model = auto.from_pretrained(path, dtype=getattr(torch, base.dtype)).to(device)
+    dtype = getattr(torch, base.dtype)
+    if to != "merged" and base.published is not None:  # transformers would need other packages, by the method
+        model = load_published(base.path, type(base.model), base.config, dtype)[0].to(device)
+    else:
+        model = auto.from_pretrained(str(folder) if to == "merged" else base.path, dtype=dtype).to(device)
     use_kernels_on_gpus_alone(model)
     if to != "merged":
         from peft import PeftModel

@@ -43,6 +43,7 @@ def write_card(folder: Path, out: Path, trained: Trained, to: Target, checked: s
         "",
         f"- made from: `{trained.source.name}`",
         f"- base model: `{base.path}`",
+        *([] if base.published is None else [f"- {_of_base(base.published.told, to, base.dtype)}"]),
         f"- adapter: rank {config.rank}, on {', '.join(parts)}",
         *([f"- trained with {words}"] if (words := trained.source.layout.words()) else []),
         f"- checked: {checked}",
@@ -50,6 +51,13 @@ def write_card(folder: Path, out: Path, trained: Trained, to: Target, checked: s
         *_usage(out, trained, to),
     ]
     (folder / "README.md").write_text("\n".join(lines) + "\n")
+
+
+def _of_base(told: str, to: Target, dtype: str) -> str:
+    """That the base has fewer bits, which are `told`."""
+    if to == "merged":
+        return f"the base is quantized ({told}); here are the numbers that its codes stand for, in {dtype}"
+    return f"trained on the quantized base ({told}), with activations that are not rounded"
 
 
 def _libraries(trained: Trained, to: Target) -> str:
