@@ -18,7 +18,7 @@ from tinker_local.backend.tiny_models.shapes import TextShape
 from tinker_local.backend.training.model.load_model import config_of
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer_config import TrainerConfig
-from tinker_local.backend.weights.codes import Packed, in_pairs
+from tinker_local.backend.weights.codes import Packed, from_codes, in_pairs
 from tinker_local.backend.weights.packed import PackedLinear, packed
 from tinker_local.backend.weights.published import WEIGHTS, published_of
 from tinker_local.types import UnsupportedError
@@ -73,6 +73,16 @@ def test_a_number_is_rounded_once_with_any_scales_and_zero_points(
     assert torch.equal(matrix.numbers(torch.float64), exact)
     assert torch.equal(matrix.numbers(torch.float32), exact.float())
     assert torch.equal(matrix.numbers(torch.bfloat16), exact.float().bfloat16())
+
+
+@pytest.mark.parametrize("scales", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("zeros", "order"), [(False, False), (True, False), (True, True)])
+def test_a_compiler_takes_the_numbers_without_a_break(scales: torch.dtype, zeros: bool, order: bool) -> None:
+    """As vLLM compiles a whole model on a GPU, and captures it as a graph."""
+    matrix = stored(scales, zeros=zeros, order=order)
+    compiled: Any = torch.compile(from_codes, fullgraph=True, backend="eager")
+    found = compiled(matrix.codes, matrix.scales, torch.bfloat16, matrix.zeros, matrix.order)
+    assert torch.equal(found, matrix.numbers(torch.bfloat16))
 
 
 def test_pieces_of_a_large_matrix_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,13 +53,13 @@ def write_merged(folder: Path, trained: Trained, shard_bytes: int = SHARD_BYTES)
             for name, tensor in _tensors(file, inside, base):
                 if untied and name == own_head:
                     continue  # a copy of the embedding, from which the head is made
-                yield name, _written(changed[name](tensor) if name in changed else tensor, base)
+                yield name, changed[name](tensor) if name in changed else tensor
                 if untied and name == head:
-                    yield f"{HEAD}.weight", _written(_added(trained, HEAD, tensor), base)
+                    yield f"{HEAD}.weight", _added(trained, HEAD, tensor)
 
     if trained.has_head and not untied:
         changed[head] = partial(_added, trained, HEAD)
-    _write_shards(folder, tensors(), shard_bytes)
+    _write_shards(folder, ((name, _written(tensor, base)) for name, tensor in tensors()), shard_bytes)
     for file in base.folder.iterdir():
         if file.is_file() and file.suffix not in _WEIGHTS and file.name.lower() not in _NOT_COPIED:
             shutil.copyfile(file, folder / file.name)

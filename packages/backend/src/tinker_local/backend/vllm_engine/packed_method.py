@@ -12,9 +12,10 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from tinker_local.backend.weights.codes import from_codes
 from tinker_local.backend.weights.joined_names import JOINED
 from tinker_local.backend.weights.layout import OWN, Layout
-from tinker_local.backend.weights.packed import CODES, ORDER, SCALES, ZEROS, is_packed, tensors_of
+from tinker_local.backend.weights.packed import CODES, ORDER, SCALES, ZEROS, is_packed
 from tinker_local.backend.weights.published import WEIGHTS, Published
 
 _DECODER = re.compile(r"^(?:language_model\.)?model\.(?:language_model\.)?layers\.")
@@ -93,7 +94,8 @@ def register() -> None:
             """They stay as they are."""
 
         def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-            return torch.nn.functional.linear(x, tensors_of(layer).numbers(x.dtype), bias)
+            weight = from_codes(layer.qweight, layer.scales, x.dtype, layer.zeros, layer.order)
+            return torch.nn.functional.linear(x, weight, bias)
 
     class PackedConfig(QuantizationConfig):
         name: str
