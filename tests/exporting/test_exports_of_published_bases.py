@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tinker_local.backend.exporting.export import export_checkpoint
 
 from tests.exporting.conftest import Tuned
@@ -21,6 +21,13 @@ METHODS: dict[str, Callable[[], Method]] = {
 }
 
 
+def with_bias_of_zeros(file: Path) -> None:
+    """As AutoGPTQ writes it where the model has none."""
+    tensors = load_file(file)
+    name = next(name for name in tensors if "mlp.up_proj" in name).rpartition(".")[0]
+    save_file({**tensors, f"{name}.bias": torch.zeros(128).half()}, file, {"format": "pt"})
+
+
 @pytest.mark.parametrize(("method", "family"), [("gptq", "qwen3"), ("fp8", "qwen3_vl"), ("w4a16", "qwen3_vl")])
 def test_a_merged_model_has_the_numbers_of_the_codes_with_the_adapter(
     tuned: Make, tmp_path: Path, method: str, family: str
@@ -29,6 +36,7 @@ def test_a_merged_model_has_the_numbers_of_the_codes_with_the_adapter(
     trained = tuned(family)
     packed, dense = publish(trained.model, tmp_path, METHODS[method]())
     (Path(packed) / "quantize_config.json").write_text("{}")
+    with_bias_of_zeros(Path(packed) / "model.safetensors")
     merged = export_checkpoint(trained.checkpoint, tmp_path / "m", to="merged", base=packed)
     assert merged.checked is not None
     assert merged.checked.agrees

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
 from tinker_local.backend.tiny_models.shapes import TextShape
 from tinker_local.backend.training.run.worker import HFTrainer
@@ -69,6 +70,15 @@ def write_dense(family: Any, folder: Path, shape: TextShape) -> Path:
     return make_tiny_text_model(folder, family=family, shape=shape)
 
 
+def with_bias_of_zeros(file: Path, size: int) -> None:
+    """Where the model has none, as AutoGPTQ writes it."""
+    tensors = load_file(file)
+    name = next((name for name in tensors if "mlp.up_proj.qweight" in name), None)
+    if name is not None:
+        bias = {name.replace("qweight", "bias"): torch.zeros(size).half()}
+        save_file(tensors | bias, file, {"format": "pt"})
+
+
 @pytest.fixture
 def holder() -> Iterator[MemoryHolder]:
     made = MemoryHolder()
@@ -87,6 +97,7 @@ async def test_both_engines_compute_with_the_numbers_of_the_files(
     make, family, shape = CASES[case]
     kept = r"layers\.1\.mlp\.down_proj"
     folder, dense = publish(write_dense(family, tmp_path / "model", shape), tmp_path, make(), kept)
+    with_bias_of_zeros(Path(folder) / "model.safetensors", shape.intermediate_size)
     trainer = HFTrainer(
         TrainerConfig(folder, name="tiny", dtype=dtype, device="cpu", weights=WEIGHTS, shared_weights=holder.address)
     )

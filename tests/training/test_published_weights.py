@@ -15,7 +15,7 @@ from tinker_local.backend.models.model_folder import look_at
 from tinker_local.backend.models.placement import check_precision
 from tinker_local.backend.tiny_models import make_tiny_text_model
 from tinker_local.backend.tiny_models.shapes import TextShape
-from tinker_local.backend.training.model.load_model import config_of
+from tinker_local.backend.training.model.load_model import check_weights, config_of, supported_family
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.weights.codes import Packed, from_codes, in_pairs
@@ -296,6 +296,22 @@ def test_what_of_fp8_cannot_be_served_is_refused_in_a_sentence(case: str, tmp_pa
     folder, _ = publish(make_tiny_text_model(tmp_path / "model"), tmp_path, fp8((128, 128)))
     change, words = OF_FP8[case]
     assert words in changed(folder, change)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_biases_of_zeros_that_the_model_has_not_are_left_out(value: float, tmp_path: Path) -> None:
+    """AutoGPTQ writes some for each module; others than zeros would be missed."""
+    source = make_tiny_text_model(tmp_path / "model")
+    folder, _ = publish(source, tmp_path, gptq(4, 32))
+    path = Path(folder) / "model.safetensors"
+    save_file({**load_file(path), f"{UP}.bias": torch.full((128,), value).half()}, path, {"format": "pt"})
+    config = config_of(folder)
+    check_weights(folder, config, supported_family(config, folder))
+    if value:
+        with pytest.raises(UnsupportedError, match=r"has model\.layers\.0\.mlp\.up_proj\.bias, which Qwen3ForCausalLM"):
+            trainer_of(folder)
+    else:
+        trainer_of(folder).close()
 
 
 def test_zero_points_of_another_format_are_named(tmp_path: Path) -> None:

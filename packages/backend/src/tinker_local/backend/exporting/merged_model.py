@@ -155,8 +155,16 @@ def _names(file: Path, base: BaseModel) -> list[str]:
         inside = list(opened.keys())
     if (published := base.published) is None:
         return inside
+    known = {_in_layers(name) for name, _ in base.model.named_parameters()}
+    without = {name for name in published.biases if _in_layers(name) not in known}  # zeros, as `load_published` sees
     codes = {f"{module}.{published.form.codes}": f"{module}.weight" for module in published.modules}
-    return [codes.get(name, name) for name in inside if name in codes or name not in published.consumed]
+    without |= published.consumed - codes.keys()
+    return [codes.get(name, name) for name in inside if name not in without]
+
+
+def _in_layers(name: str) -> str:
+    """The end of a parameter's name, from its layer on, which files and models have in common."""
+    return name[name.find("layers.") :]
 
 
 def _name_in_files(base: BaseModel, path: str, names: list[str]) -> str:

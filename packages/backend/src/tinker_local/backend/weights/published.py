@@ -33,11 +33,12 @@ _IN_LAYERS = re.compile(r"(?:^|\.)(layers\.\d+\..*)$")
 class Published:
     """A checkpoint in fewer bits. `form`: how its files have a matrix. `modules`: [out, in] of each packed one, by the
     name in the files without what follows the module's; `consumed`: the names of all tensors that these are made of,
-    or that are left out with them."""
+    or that are left out with them. `biases`: of packed modules; programs write zeros where a model has no bias."""
 
     form: Form
     modules: Mapping[str, tuple[int, int]] = field(repr=False)
     consumed: frozenset[str] = field(repr=False)
+    biases: frozenset[str] = field(repr=False)
 
     @property
     def layout(self) -> Layout:
@@ -63,6 +64,12 @@ class Published:
     def orders(self) -> Mapping[str, str]:
         """The names in the files of the groups of columns, by the modules that have some."""
         return {module: f"{module}.{self.form.order}" for module in self.modules} if self.layout.order else {}
+
+    def bias(self, name: str) -> str | None:
+        """Which of `biases` the parameter `name` of transformers' model would be, which may begin otherwise."""
+        if (found := _IN_LAYERS.search(name)) is None or _TOWER.search(name):
+            return None
+        return next((bias for bias in self.biases if bias.endswith(f".{found[1]}")), None)
 
     def tails(self) -> list[str]:
         """The packed modules from `layers.` on, which vLLM and transformers call alike."""
@@ -139,7 +146,8 @@ def _found(form: Form, folder: Path, tensors: Mapping[str, StoredTensor]) -> Pub
         )
     form = form.with_scales(scales[stems[0]], folder)
     _check_joined(form, folder, modules, tensors)
-    return Published(form, modules, frozenset(consumed))
+    biases = frozenset(name for name in (f"{module}.bias" for module in modules) if name in tensors)
+    return Published(form, modules, frozenset(consumed), biases)
 
 
 _AGAIN = "give the config.json that was saved with these weights, or download the model again"

@@ -50,7 +50,10 @@ def check_files(model: Any, folder: Path) -> None:
             f"{folder}: the tensors that make {name} do not fit together{_others(info.conversion_errors)}; {_AGAIN}"
         )
     missing = {*info.missing_keys, *([embedding] if no_embedding else [])}
-    check_found(model, str(folder), missing, info.unexpected_keys, info.mismatched_keys, tensors)
+    unexpected = info.unexpected_keys
+    if published is not None:  # of biases `load_published` sees whether they are zeros
+        unexpected = {name for name in unexpected if published.bias(name) is None}
+    check_found(model, str(folder), missing, unexpected, info.mismatched_keys, tensors)
     _check_tied(folder, bool(model.all_tied_weights_keys), tensors)
 
 

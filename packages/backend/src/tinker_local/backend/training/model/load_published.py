@@ -14,7 +14,8 @@ from tinker_local.types import UnsupportedError
 def load_published(path: str, model_class: Any, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
     """The model at `path` in `dtype`, on the CPU, and what transformers tells of its loading. The tensors that are not
     packed are loaded by transformers, with the names of its `model_class`; for each packed matrix it gets a tensor
-    without memory, and the module that has this afterwards is replaced."""
+    without memory, and the module that has this afterwards is replaced. Biases of zeros that the model does not have
+    are left out: AutoGPTQ writes them."""
     published, folder = published_of(path), folder_of(path)
     assert published is not None
     assert folder is not None
@@ -26,6 +27,9 @@ def load_published(path: str, model_class: Any, config: Any, dtype: torch.dtype)
             None, config=config, dtype=dtype, state_dict=state, output_loading_info=True, ignore_mismatched_sizes=True
         )
         model.config.name_or_path = path
+        biases = {name: published.bias(name) for name in info["unexpected_keys"]}
+        zeros = {name for name, bias in biases.items() if bias is not None and not read(bias).any()}
+        info = {**info, "unexpected_keys": info["unexpected_keys"] - zeros}
         if not info["mismatched_keys"]:
             _replace(model, published, {tensor.data_ptr(): module for module, tensor in held.items()}, read)
     return model, info
