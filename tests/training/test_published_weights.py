@@ -250,6 +250,7 @@ OF_GPTQ: dict[str, tuple[Change, str]] = {
         lambda _, config: config.update(quant_method="fp8"),
         "(FP8), and its files have no tensor *.weight in F8_E4M3",
     ),
+    "no-list": (lambda _, config: config.update(dynamic=5), "its quantization_config cannot be read: TypeError("),
     "awq-of-old": (lambda _, config: config.update(quant_method="awq_marlin"), "quant_method 'awq_marlin' cannot be"),
 }
 

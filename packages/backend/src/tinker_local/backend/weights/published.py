@@ -106,7 +106,7 @@ def published_of(path: str) -> Published | None:
             said = {"quant_method": "modelopt"}
         if said is None:
             return None
-        form = form_of(said, str(where / "config.json"))
+        form = _form(said, where / "config.json")
         if (folder := folder_of(path)) is None:
             raise UnsupportedError(
                 f"{path}: its weights are quantized ({form.told}), and not all of them are on this machine: download "
@@ -115,6 +115,14 @@ def published_of(path: str) -> Published | None:
         return _found(form, folder, stored_tensors(folder))
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
         return None  # files that cannot be read, which `look_at` tells of
+
+
+def _form(said: Mapping[str, Any], config: Path) -> Form:
+    """By the `quantization_config` in the file `config`; UnsupportedError if it is none of those that are served."""
+    try:
+        return form_of(said, str(config))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UnsupportedError(f"{config}: its quantization_config cannot be read: {error!r}") from error
 
 
 def _found(form: Form, folder: Path, tensors: Mapping[str, StoredTensor]) -> Published:
