@@ -2,10 +2,10 @@
 
     python benchmarks/packed_products.py [--out benchmarks/results] [--tiny]
 
-Milliseconds of all products of a layer (median of repeats in turn, each behind a buffer as large as the caches, as a step
-of a whole model finds them). `16 bits`: torch's product. `torch`: the matrix made in torch, then the same product.
-`one pass`: made by a kernel. `few rows`: the kernel that multiplies as it reads, which is there for few rows alone.
-Needs a GPU; `--tiny` runs what is in torch on a CPU.
+Milliseconds of all products of a layer (median of repeats in turn, each behind a buffer larger than the caches, as a
+step of a whole model finds them). `16 bits`: torch's product. `torch`: the matrix made in torch, then the same product.
+`one pass`: made by a kernel. `few rows`: the kernel that multiplies as it reads. Needs a GPU; `--tiny` runs what is in
+torch on a CPU.
 """
 
 import argparse

@@ -186,7 +186,14 @@ FAULTS: dict[str, tuple[Change, str]] = {
         with_config(tie_word_embeddings=True),
         "lm_head.weight in model.safetensors is another matrix",
     ),
-    "quantized": (with_config(quantization_config={"quant_method": "fp8"}), "quantized weights cannot be trained"),
+    "quantized": (
+        with_config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        "quantized weights of quant_method 'bitsandbytes' cannot be trained; those of fp8, gptq",
+    ),
+    "quantized-by-config-alone": (
+        with_config(quantization_config={"quant_method": "fp8"}),
+        "says that the weights are quantized (FP8), and its files have no tensor *.weight in F8_E4M3",
+    ),
     "quantized-without-a-word": (
         with_weights(lambda weights: weights.update(x=torch.zeros(4, dtype=torch.float8_e4m3fn))),
         "x is in F8_E4M3: quantized weights cannot be trained",

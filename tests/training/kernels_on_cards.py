@@ -264,9 +264,10 @@ def launch_codes(inputs: int) -> None:
     """A matrix of 8 and of 4 bits, whole and in products with few rows."""
     for group, (width, dtype) in itertools.product((128, 32), ((inputs, torch.int8), (inputs // 2, torch.uint8))):
         codes, scales = new(2, width, dtype=dtype), new(2, inputs // group)
-        unpacked(codes, scales, torch.bfloat16)
-        for rows in (1, 32, 64):
-            times_few(new(rows, inputs), codes, scales)
+        for zeros in (None, new(2, inputs // group, dtype=torch.int16)):
+            unpacked(codes, scales, torch.bfloat16, zeros)
+            for rows in (1, 32, 64):
+                times_few(new(rows, inputs), codes, scales, zeros)
 
 
 def launch_each_once() -> None:

@@ -24,4 +24,6 @@ def test_kernels_of_packed_matrices_equal_plain_torch_in_the_interpreter() -> No
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernels_of_packed_matrices_equal_plain_torch_on_a_gpu() -> None:
-    codes_cases.check_all("cuda", ((1, 6144, 4096), (16, 4096, 12288), (40, 130, 96), (64, 24576, 4096), (200, 70, 128)))
+    codes_cases.check_all(
+        "cuda", ((1, 6144, 4096), (16, 4096, 12288), (40, 130, 96), (64, 24576, 4096), (200, 70, 128))
+    )

@@ -74,7 +74,7 @@ def linears() -> list[torch.nn.Linear]:
 @pytest.mark.parametrize("count", [1, 3])
 def test_products_are_those_of_the_numbers_that_are_stored(bits: Bits, dtype: torch.dtype, count: int) -> None:
     """Joined modules keep their parts, which are views of what is joined."""
-    modules = [PackedLinear(each.to(dtype), bits) for each in linears()[:count]]
+    modules = [PackedLinear.rounded(each.to(dtype), bits) for each in linears()[:count]]
     dense = DenseMatrix(torch.cat([each.weight for each in modules]))
     matrix = packed(modules)
     assert isinstance(matrix, PackedMatrix)
@@ -87,7 +87,7 @@ def test_products_are_those_of_the_numbers_that_are_stored(bits: Bits, dtype: to
     assert torch.equal(matrix.add_back(x.clone(), grad), dense.add_back(x.clone(), grad))
     assert torch.equal(torch.cat([each.weight for each in modules]), dense.weight)
     assert {each.qweight.untyped_storage().data_ptr() for each in modules} == {
-        matrix.codes.untyped_storage().data_ptr()
+        matrix.stored.codes.untyped_storage().data_ptr()
     }
 
 
@@ -97,7 +97,7 @@ def test_a_module_that_is_not_packed_gives_a_dense_matrix() -> None:
 
 def test_the_gradient_is_that_of_the_numbers_that_are_stored() -> None:
     linear = torch.nn.Linear(64, 24).double()
-    module = PackedLinear(linear, 4)
+    module = PackedLinear.rounded(linear, 4)
     weight = module.weight
     x = torch.randn(2, 5, 64, dtype=torch.float64, requires_grad=True)
     (found,) = torch.autograd.grad(module(x).square().sum(), x)

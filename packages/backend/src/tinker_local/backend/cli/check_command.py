@@ -9,12 +9,16 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from tinker_local.backend.cli.backend_options import WholeNumber, data_dir_option, each_value, plan_options
 from tinker_local.backend.cli.install_engine import engine_command
 from tinker_local.backend.options import BackendOptions, ModelSource
+
+if TYPE_CHECKING:
+    from tinker_local.backend.models.model_folder import ModelFiles
+    from tinker_local.backend.weights.published import Published
 
 GIB = 2**30
 
@@ -59,24 +63,24 @@ def check_model(source: ModelSource, options: BackendOptions, *, whole: bool = F
     found, what = look_at(source), f"model {source.name}"
     yield from (Finding("problem", what, text) for text in found.problems)
     yield from (Finding("warning", what, text) for text in found.warnings)
-    if (problem := _contradiction(options)) is not None:
+    if (problem := _contradiction(options, found.published)) is not None:
         yield Finding("problem", what, problem)
     if whole and not found.problems and (problem := _fault_of_weights(source, options)) is not None:
         yield Finding("problem", what, problem)
     elif found.hub:
         yield of_hub(source, what)
     elif not found.problems:
-        yield _memory(found.parameters, found.model_type, options, what)
+        yield _memory(found, options, what)
         if whole and _gpus() and _version("vllm") is not None:
             yield _plan(source, options, what)
 
 
-def _contradiction(options: BackendOptions) -> str | None:
+def _contradiction(options: BackendOptions, published: "Published | None") -> str | None:
     """Why the base cannot be in fewer bits on the GPUs of this machine, or with the other options."""
     from tinker_local.backend.models.placement import check_precision
 
     try:
-        check_precision(options, len(_gpus()))
+        check_precision(options, len(_gpus()), published=None if published is None else published.told)
     except ValueError as error:
         return str(error)
     return None
@@ -215,32 +219,37 @@ def _host_of(url: str) -> str:
     return url.rpartition("@")[2].rpartition("//")[2]
 
 
-def _memory(parameters: int, model_type: str, options: BackendOptions, what: str) -> Finding:
+def _memory(found: "ModelFiles", options: BackendOptions, what: str) -> Finding:
     """The weights, for trainer and sampler, beside the memory that there is."""
     from tinker_local.backend.heap import memory_of_machine
     from tinker_local.backend.models.placement import shares_weights
     from tinker_local.backend.weights.precision import BITS
 
-    gpus = _gpus()
+    gpus, parameters, published = _gpus(), found.parameters, found.published
     on_gpu = bool(gpus) and _version("vllm") is not None
     dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
-    weights = parameters * (2 if dtype == "bfloat16" else 4)
-    told = f"{model_type}, {parameters / 1e9:.3g}B parameters, {weights / GIB:.1f} GiB in {dtype}"
+    itemsize = 2 if dtype == "bfloat16" else 4
+    weights = parameters * itemsize
+    told = f"{found.model_type}, {parameters / 1e9:.3g}B parameters, {weights / GIB:.1f} GiB in {dtype}"
     if on_gpu:
         there = ", ".join(
             f"GPU {at} {most / GIB:.0f} GiB, {(most - used) / GIB:.0f} free" for at, (used, most) in gpus.items()
         )
         most = sum(most for _, most in gpus.values())
-        shared = shares_weights(options, len(gpus))
+        shared = shares_weights(options, len(gpus), published=published is not None)
     else:
         most = memory_of_machine()
         there = f"{most / GIB:.0f} GiB of memory, without a GPU"
-        shared = options.base_precision is not None  # else it saves little here
+        shared = options.base_precision is not None or published is not None  # else it saves little here
     copies = "read one copy" if shared else "hold one copy each"
     if options.base_precision is not None:
         copies = f"read one copy of its layers in {options.base_precision}"
         packed = parameters * BITS[options.base_precision] // 8  # at least
         weights = packed if on_gpu else weights + packed  # a processor's memory holds it before, too
+    elif published is not None:
+        packable = published.packable
+        weights = (parameters - packable.numbers) * itemsize + packable.bytes(published.layout.bits)
+        copies = f"read one copy, its layers as the files have them: {published.told}, {weights / GIB:.1f} GiB"
     fits = (1 if shared else 2) * weights < most
     return Finding("ok" if fits else "problem", what, f"{told}; trainer and sampler {copies}; {there}")
 

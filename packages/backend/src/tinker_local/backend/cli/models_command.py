@@ -38,8 +38,10 @@ def models(models: tuple[ModelSource, ...], gpu: str | None, **options: Any) -> 
     kept = f", layers in {chosen.base_precision}" if chosen.base_precision else ""
     click.echo(f"{what} {each}, trainer and sampler in {chosen.dtype or 'bfloat16'}{kept}")
     for source in models or [ModelSource.parse(each) for each in SHAPES]:
-        fit = _fitting(source, chosen).on(gpus)
+        fitting = _fitting(source, chosen)
+        fit = fitting.on(gpus)
         size = f"{source.name}, {fit.parameters / 1e9:.3g}B parameters"
+        size += f", layers in {fitting.published}" if fitting.published else ""
         where = f"; {fit.layout}" if count > 1 else ""
         option = f"; serve it with --max-context-length {fit.context}" if fit.context < fit.wanted else ""
         told = f"up to {fit.context:,} positions{where}{option}"

@@ -9,19 +9,27 @@ from collections.abc import Mapping
 
 from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.storage.records import BEGAN_ON, ELSEWHERE, CheckpointRecord
-from tinker_local.backend.weights.precision import DENSE, base_in
+from tinker_local.backend.weights.precision import BITS, DENSE, base_in
 from tinker_local.types import InvalidRequestError
 
 
 def refuse_other_precision(record: CheckpointRecord, base: ServedModel) -> None:
     """InvalidRequestError unless the state of an optimizer in `record` is of gradients on `base` as it is here."""
     if (notice := other_precision(record, base)) is not None:
-        wanted = record.base_precision
-        serve = f"with --base-precision {wanted}" if wanted else "without --base-precision"
         raise InvalidRequestError(
-            f"path: {notice}, to whose gradients the state of its optimizer does not belong: serve the model {serve}, "
+            f"path: {notice}, to whose gradients the state of its optimizer does not belong: serve the model "
+            f"{_served(record.base_precision, base.engines.base_precision)}, "
             "or load the weights alone, which begin with a fresh optimizer (create_training_client_from_state)"
         )
+
+
+def _served(wanted: str | None, have: str | None) -> str:
+    """How a base in `wanted` is served, in words, where one in `have` is."""
+    if wanted in BITS:
+        return f"with --base-precision {wanted}"
+    if wanted is not None:
+        return f"from the files in {wanted}"
+    return "without --base-precision" if have in BITS else "from files that are not quantized"
 
 
 def other_precision(record: CheckpointRecord, base: ServedModel) -> str | None:

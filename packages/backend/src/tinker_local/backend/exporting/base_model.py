@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tinker_local.backend.families import family_of
 from tinker_local.backend.families.family import Family
 from tinker_local.backend.weights.joined_names import EXPERTS_GATE_UP
+from tinker_local.backend.weights.published import Published, published_of
 from tinker_local.types import InvalidRequestError, NotFoundError
 
 if TYPE_CHECKING:
@@ -32,6 +33,16 @@ class BaseModel:
 
         with torch.device("meta"):
             return getattr(transformers, self.family.auto_class).from_config(self.config)
+
+    @cached_property
+    def published(self) -> Published | None:
+        """How its files have its layers in fewer bits, if they have."""
+        return published_of(self.path)
+
+    @property
+    def precision(self) -> str | None:
+        """What records call it, if its files have fewer bits."""
+        return None if self.published is None else self.published.word
 
     @property
     def tied_head(self) -> bool:
@@ -102,6 +113,7 @@ def find_base(path: str, called: str) -> BaseModel:
     try:
         file = cached_file(where, "config.json")
         config = AutoConfig.from_pretrained(where)
+        config.__dict__.pop("quantization_config", None)  # which `published` tells of
     except (OSError, ValueError) as error:
         raise NotFoundError(
             f"{called}: the base model {path!r} is neither a folder of a model nor one that the hub or its cache has; "

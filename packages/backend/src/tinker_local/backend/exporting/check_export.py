@@ -22,6 +22,7 @@ from tinker_local.backend.exporting.peft_folder import vllm_rank
 from tinker_local.backend.exporting.trained import Trained
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
 from tinker_local.backend.weights.precision import BITS, DENSE, base_in
+from tinker_local.backend.weights.published import WEIGHTS
 from tinker_local.types import InternalError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -144,16 +145,17 @@ def make_probe(base: BaseModel) -> Probe:
 
 
 class Reference:
-    """The trainer with the adapter: what an export is compared with. Holds the base model, its layers in `weights`,
-    until `close`."""
+    """The trainer with the adapter: what an export is compared with. Holds the base model until `close`, its layers in
+    `weights`, or as its files have them."""
 
-    def __init__(self, trained: Trained, device: str, weights: str = DENSE) -> None:
+    def __init__(self, trained: Trained, device: str, weights: str | None = None) -> None:
         from tinker_local.backend.training.run.worker import HFTrainer
         from tinker_local.backend.training.trainer_config import TrainerConfig
 
         base = trained.base
         rank = trained.config.rank
         self._dtype = base.dtype
+        weights = weights or (DENSE if base.published is None else WEIGHTS)
         self._trainer = HFTrainer(
             TrainerConfig(base.path, name=base.path, dtype=base.dtype, device=device, max_rank=rank, weights=weights)
         )
@@ -211,11 +213,15 @@ def _loaded_logprobs(folder: Path, trained: Trained, to: str, device: str, probe
     import torch
     import transformers
     from tinker_local.backend.training.model.decoders.transformers_delta_net import use_kernels_on_gpus_alone
+    from tinker_local.backend.training.model.load_published import load_published
 
     base = trained.base
     auto = getattr(transformers, base.family.auto_class)
-    path = str(folder) if to == "merged" else base.path
-    model = auto.from_pretrained(path, dtype=getattr(torch, base.dtype)).to(device)
+    dtype = getattr(torch, base.dtype)
+    if to != "merged" and base.published is not None:  # transformers would need other packages, by the method
+        model = load_published(base.path, type(base.model), base.config, dtype)[0].to(device)
+    else:
+        model = auto.from_pretrained(str(folder) if to == "merged" else base.path, dtype=dtype).to(device)
     use_kernels_on_gpus_alone(model)
     if to != "merged":
         from peft import PeftModel
@@ -285,7 +291,7 @@ def _moved(trained: Trained, device: str, prompts: Sequence[Sequence[RenderedInp
     """How far `ours` are from the trainer's logprobs on the packed base on which the adapter was trained, in words;
     empty if that was dense."""
     precision = trained.source.base_precision
-    if precision is None or precision not in BITS:
+    if precision not in BITS or trained.base.published is not None:
         return ""
     packed = Reference(trained, device, precision)
     apart = np.abs(np.concatenate([packed.logprobs(each)[0] for each in prompts]) - ours)

@@ -108,7 +108,7 @@ def export_checkpoint(
             "the LM head was trained, and the base model ties it to its embedding: do not merge this adapter with "
             "PEFT's merge_and_unload or the cookbook's build_hf_model, which would change both; use --to merged"
         )
-    if source.base_precision is not None:
+    if source.base_precision not in (None, found.precision):
         warnings.append(
             f"the adapter was trained on {base_in(source.base_precision)}, and this is of the base as its files have "
             "it, which computes something else: measure it before you rely on it"

@@ -14,6 +14,7 @@ from tinker_local.backend.exporting.base_model import BaseModel
 from tinker_local.backend.exporting.merged_experts import EACH, WHOLE, Merge, expert_modules, merges
 from tinker_local.backend.exporting.trained import Trained
 from tinker_local.backend.weight_files import INDEX, SINGLE, weight_files
+from tinker_local.backend.weights.published import OTHER_CONFIGS
 from tinker_local.types import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 SHARD_BYTES = 4 * 2**30
 """Most bytes of a file, unless one tensor alone has more."""
 
-_NOT_COPIED = {"readme.md", ".gitattributes", INDEX, "config.json"}
+_NOT_COPIED = {"readme.md", ".gitattributes", INDEX, "config.json", *OTHER_CONFIGS}
 _DRAFT = "mtp."
 """What begins the names of layers that predict several tokens at once. transformers' models lack
 them, and they stay as they are."""
@@ -30,13 +31,14 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 
 def write_merged(folder: Path, trained: Trained, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write the merged model, with the base's other files, into `folder`; each tensor keeps the base's dtype.
+    """Write the merged model, with the base's other files, into `folder`; each tensor keeps the base's dtype. Of a
+    published checkpoint in fewer bits all numbers are written in `BaseModel.dtype`: they fit no codes with an adapter.
 
     A trained head that the base ties to its embedding becomes a matrix of itself, since the embedding was not trained.
     InvalidRequestError if the base is not in safetensors files, or if the disk has too little space.
     """
     base = trained.base
-    weights = {file: _names(file) for file in _weight_files(base)}
+    weights = {file: _names(file, base) for file in _weight_files(base)}
     names = [name for file in weights.values() for name in file]
     changed = _changed(trained, [name for name in names if not name.startswith(_DRAFT)])
     untied = trained.has_head and base.tied_head
@@ -48,24 +50,24 @@ def write_merged(folder: Path, trained: Trained, shard_bytes: int = SHARD_BYTES)
 
     def tensors() -> Iterator[tuple[str, "torch.Tensor"]]:
         for file, inside in weights.items():
-            with safe_open(file, "pt") as opened:
-                for name in inside:
-                    if untied and name == own_head:
-                        continue  # a copy of the embedding, from which the head is made
-                    tensor = opened.get_tensor(name)
-                    yield name, changed[name](tensor) if name in changed else tensor
-                    if untied and name == head:
-                        yield f"{HEAD}.weight", _added(trained, HEAD, tensor)
+            for name, tensor in _tensors(file, inside, base):
+                if untied and name == own_head:
+                    continue  # a copy of the embedding, from which the head is made
+                yield name, changed[name](tensor) if name in changed else tensor
+                if untied and name == head:
+                    yield f"{HEAD}.weight", _added(trained, HEAD, tensor)
 
     if trained.has_head and not untied:
         changed[head] = partial(_added, trained, HEAD)
-    _write_shards(folder, tensors(), shard_bytes)
+    _write_shards(folder, ((name, _written(tensor, base)) for name, tensor in tensors()), shard_bytes)
     for file in base.folder.iterdir():
         if file.is_file() and file.suffix not in _WEIGHTS and file.name.lower() not in _NOT_COPIED:
             shutil.copyfile(file, folder / file.name)
     config = json.loads((base.folder / "config.json").read_text("utf-8"))
     if untied:
         config = _untied(config)
+    if base.published is not None:
+        config = _unpacked(config, base.dtype)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -92,6 +94,44 @@ def _added(trained: Trained, path: str, tensor: "torch.Tensor") -> "torch.Tensor
     return tensor.float().addmm(b, a, alpha=scale).to(tensor.dtype)  # not in place: the embedding stays
 
 
+def _tensors(file: Path, names: list[str], base: BaseModel) -> Iterator[tuple[str, "torch.Tensor"]]:
+    """Those of `names` in `file`. Of a published checkpoint in float32, until they are written: a packed one is made of
+    what the files have of it, and what stays as it is may be in a narrower dtype than the rest."""
+    import torch
+    from tinker_local.backend.weights.read_published import read_packed, reading
+
+    published = base.published
+    with safe_open(file, "pt") as opened, reading(base.folder) as read:
+        for name in names:
+            module = name.removesuffix(".weight")
+            if published is None:
+                yield name, opened.get_tensor(name)
+            elif module in published.modules:
+                yield name, read_packed(published, module, read).numbers(torch.float32)
+            else:
+                tensor = opened.get_tensor(name)
+                yield name, tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _written(tensor: "torch.Tensor", base: BaseModel) -> "torch.Tensor":
+    """`tensor` in the dtype in which it is written."""
+    import torch
+
+    if base.published is None or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(getattr(torch, base.dtype))
+
+
+def _unpacked(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """`config` without what it says of fewer bits, in `dtype`."""
+    gone = ("quantization_config", "compression_config", "torch_dtype", "dtype")
+    found = {name: value for name, value in config.items() if name not in gone} | {"dtype": dtype}
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        found["text_config"] = {name: value for name, value in text.items() if name not in gone} | {"dtype": dtype}
+    return found
+
+
 def _untied(config: dict[str, Any]) -> dict[str, Any]:
     """`config`, and the text model's in it, with `tie_word_embeddings` off."""
     text = config.get("text_config")
@@ -107,11 +147,24 @@ def _weight_files(base: BaseModel) -> list[Path]:
     return [base.folder / name for name in names]
 
 
-def _names(file: Path) -> list[str]:
+def _names(file: Path, base: BaseModel) -> list[str]:
+    """The tensors of `file`, and packed matrices by the names that they would have, where their codes are."""
     if not file.exists():
         raise InvalidRequestError(f"{file} is missing, and the index of the base model names it")
     with safe_open(file, "pt") as opened:
-        return list(opened.keys())
+        inside = list(opened.keys())
+    if (published := base.published) is None:
+        return inside
+    known = {_in_layers(name) for name, _ in base.model.named_parameters()}
+    without = {name for name in published.biases if _in_layers(name) not in known}  # zeros, as `load_published` sees
+    codes = {f"{module}.{published.form.codes}": f"{module}.weight" for module in published.modules}
+    without |= published.consumed - codes.keys()
+    return [codes.get(name, name) for name in inside if name not in without]
+
+
+def _in_layers(name: str) -> str:
+    """The end of a parameter's name, from its layer on, which files and models have in common."""
+    return name[name.find("layers.") :]
 
 
 def _name_in_files(base: BaseModel, path: str, names: list[str]) -> str:
@@ -140,6 +193,8 @@ def _embedding(names: list[str], base: BaseModel) -> str:
 
 def _check_space(folder: Path, base: BaseModel, weights: Sequence[Path], further: int) -> None:
     needed, free = sum(file.stat().st_size for file in weights) + further, shutil.disk_usage(folder).free
+    if base.published is not None:
+        needed += base.published.packable.numbers * (4 if base.dtype == "float32" else 2)  # and the codes, at most
     if free < needed:
         raise InvalidRequestError(
             f"--to merged: {folder.parent} has {free / 2**30:.1f} GiB free, and the model takes {needed / 2**30:.1f}"

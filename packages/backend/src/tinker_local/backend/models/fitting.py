@@ -12,6 +12,7 @@ from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.training.run.block_memory import attention_memory, decoder_memory, mlp_memory
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory
 from tinker_local.backend.weights.precision import Packable
+from tinker_local.backend.weights.published import published_of
 
 GIB = 2**30
 CONTEXT = GIB // 2
@@ -139,9 +140,11 @@ def _text_config(shape: Shape) -> dict[str, Any]:
 class Fitting:
     """A model on GPUs of any size, as `options` say; without them in bfloat16, with the defaults."""
 
-    def __init__(self, model: PlannedModel, options: BackendOptions) -> None:
+    def __init__(self, model: PlannedModel, options: BackendOptions, published: str | None = None) -> None:
+        """`published`: in which fewer bits its files have the base, in words."""
         self.model = model
         self._options = options
+        self.published = published
 
     @classmethod
     def known(cls, name: str, options: BackendOptions | None = None) -> "Fitting":
@@ -181,7 +184,8 @@ class Fitting:
             train_vision=options.train_vision and family.vision is not None and not family.vision.frozen,
             one_copy=family.one_copy,
         )
-        return cls(model, options)
+        published = published_of(config.name_or_path)
+        return cls(model, options, None if published is None else published.told)
 
     def on(self, gpus: Sequence[GpuMemory]) -> Fit:
         """On free `gpus`."""
@@ -202,8 +206,8 @@ class Fitting:
 
     def _plan(self, gpus: Sequence[GpuMemory], context: int) -> PlannedLayout:
         options = replace(self._options, max_context_length=context)
-        check_precision(options, len(gpus))
-        one_copy = self.model.one_copy and shares_weights(options, len(gpus))
+        check_precision(options, len(gpus), published=self.published)
+        one_copy = self.model.one_copy and shares_weights(options, len(gpus), published=self.published is not None)
         return plan_layout(replace(self.model, one_copy=one_copy), options, len(gpus), lambda gpu: gpus[gpu])
 
 

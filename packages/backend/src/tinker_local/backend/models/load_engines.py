@@ -49,7 +49,10 @@ from tinker_local.backend.stages import Stage, in_words, stage, taken
 from tinker_local.backend.training.process_trainer import ProcessTrainer, TrainerFactory
 from tinker_local.backend.training.trainer_config import TRAINERS_IMAGES, TrainerConfig
 from tinker_local.backend.weight_files import read_ahead
+from tinker_local.backend.weights.joined_names import PROJECTIONS
 from tinker_local.backend.weights.memory_holder import MemoryHolder
+from tinker_local.backend.weights.precision import DENSE
+from tinker_local.backend.weights.published import WEIGHTS, published_of
 from tinker_local.types import UnsupportedError
 from tinker_local.types.pictures import MAX_PIXELS
 
@@ -443,16 +446,16 @@ def make_vllm_rank(engine: "EngineOptions", seat: SamplerSeat) -> Any:
 def load_real(source: ModelSource, options: BackendOptions, progress: Progress) -> Engines:
     """vLLM for sampling and HF transformers for training. Tells `progress` where they are if there are several GPUs,
     and what they share of the weights."""
-    check_precision(options, len(memory_of_gpus()))
+    kept = _kept(source.path, options)
     use_writable_caches(options.data_dir, progress)
     read_ahead(source.path)
     with started_early(_imports(options)):
-        if not shares_weights(options, len(memory_of_gpus())):
+        if not shares_weights(options, len(memory_of_gpus()), published=kept is not None):
             return _load_real(source, options, progress, None)
         try:
             holder = MemoryHolder()
         except OSError as error:
-            if options.base_precision is not None:
+            if kept is not None:
                 raise
             progress(f"{source.name}: trainer and sampler have a copy of the weights each: {error}")
             return _load_real(source, options, progress, None)
@@ -462,21 +465,30 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
             holder.close()
             if holder.refusal is None or not isinstance(error, Exception):
                 raise
-            if options.base_precision is not None:
+            if kept is not None:
                 raise UnsupportedError(
-                    f"{source.path}: --base-precision {options.base_precision}: trainer and sampler cannot read one "
-                    f"copy of it: {holder.refusal}"
+                    f"{source.path}: {kept}: trainer and sampler cannot read one copy of it: {holder.refusal}"
                 ) from error
         else:
             if engines.holder is None:
                 holder.close()
             else:
                 shared, whole = (number / 2**20 for number in holder.read or (0, 0))
-                kept = "" if options.base_precision is None else f", the layers in {options.base_precision}"
-                progress(f"{source.name}: trainer and sampler share {shared:.0f} of {whole:.0f} MiB of weights{kept}")
+                told = "" if kept is None else f", the layers in {kept.removeprefix('--base-precision ')}"
+                progress(f"{source.name}: trainer and sampler share {shared:.0f} of {whole:.0f} MiB of weights{told}")
             return engines
         progress(f"{source.name}: trainer and sampler have a copy of the weights each: {holder.refusal}")
         return _load_real(source, options, progress, None)
+
+
+def _kept(path: str, options: BackendOptions) -> str | None:
+    """What says in which fewer bits the layers of the model at `path` are, if they are; ValueError or UnsupportedError
+    in a sentence if they cannot be."""
+    published = published_of(path)
+    check_precision(options, len(memory_of_gpus()), published=None if published is None else published.told)
+    if published is not None:
+        return published.told
+    return None if options.base_precision is None else f"--base-precision {options.base_precision}"
 
 
 def _imports(options: BackendOptions) -> Mapping[str, str]:
@@ -514,12 +526,14 @@ def _load_real(
     text_config = config.get_text_config()
     gpus = 0 if compat_vllm.runs_on_cpu() else torch.cuda.device_count()
     if gpus and not (family.one_copy and _keeps_experts(family)):
-        if options.base_precision is not None:
+        if (kept := _kept(source.path, options)) is not None:
             raise UnsupportedError(
-                f"{source.path}: --base-precision {options.base_precision}: on a GPU vLLM has a second copy of the "
-                f"weights of {config.model_type} models, and packed ones are in one"
+                f"{source.path}: {kept}: on a GPU vLLM has a second copy of the weights of {config.model_type} models, "
+                "and packed ones are in one"
             )
         holder = None
+    published = published_of(source.path)
+    weights = options.base_precision or (DENSE if published is None else WEIGHTS)
     longest = int(text_config.max_position_embeddings)
     options = replace(options, max_context_length=options.max_context_length or longrope_context(text_config))
     engine = build_engine.EngineOptions(
@@ -531,7 +545,7 @@ def _load_real(
         sleeps=options.sampler_sleeps,
         train_vision=options.train_vision and family.vision is not None and not family.vision.frozen,
         shared_weights=None if holder is None else holder.address,
-        weights=options.base_precision or "dense",
+        weights=weights,
     )
     placed = place_engines(config, engine, options, gpus)
     layout, engines = placed.layout, placed.engines
@@ -555,7 +569,7 @@ def _load_real(
         spare_bytes=placed.spare_bytes,
         module_gradient_norms=options.module_gradient_norms,
         decoder=options.decoder,
-        weights=options.base_precision or "dense",
+        weights=weights,
         shards=layout.shards,
         context_parallel=layout.context_parallel,
         shared_weights=None if holder is None else holder.address,
@@ -605,7 +619,7 @@ def _load_real(
         wanted_context=min(options.max_context_length or longest, longest),
         stages=stages,
         holder=holder,
-        base_precision=options.base_precision,
+        base_precision=options.base_precision or (None if published is None else published.word),
     )
 
 
@@ -629,9 +643,12 @@ def check_model(path: str, options: BackendOptions) -> "tuple[Any, Family]":
 def check_packable(config: Any, family: "Family", options: BackendOptions) -> None:
     """UnsupportedError in a sentence if `base_precision` is chosen, and a model of `config` has nothing to pack."""
     from tinker_local.backend.training.model.load_model import packable
-    from tinker_local.backend.weights.packed import NAMES
 
     if options.base_precision is None:
+        if family.lora.experts is not None and published_of(config.name_or_path) is not None:
+            raise UnsupportedError(
+                f"{config.name_or_path}: mixtures of experts cannot be served with quantized weights yet"
+            )
         return
     where = f"{config.name_or_path}: --base-precision {options.base_precision}"
     if family.lora.experts is not None:
@@ -639,7 +656,8 @@ def check_packable(config: Any, family: "Family", options: BackendOptions) -> No
     if packable(config) is None:
         raise UnsupportedError(
             f"{where}: nothing of a model of type {config.model_type} is packed: projections are, in attention and MLP "
-            f"of its layers, that are named {', '.join(sorted(NAMES))}, and whose rows can be divided into groups of 32"
+            f"of its layers, that are named {', '.join(sorted(PROJECTIONS))}, and whose rows can be divided into "
+            "groups of 32"
         )
 
 

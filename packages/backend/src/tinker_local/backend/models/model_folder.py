@@ -16,12 +16,12 @@ from tinker_local.backend.families import NO_FAMILY, OTHER, family_of
 from tinker_local.backend.families.family import Family
 from tinker_local.backend.options import ModelSource
 from tinker_local.backend.weight_files import FLOATS, INDEX, SINGLE, StoredTensor, folder_of, tensors_in, weight_files
+from tinker_local.backend.weights.published import MODELOPT, OTHER_CONFIGS, Published, published_of, quantization_of
+from tinker_local.backend.weights.published_forms import UnknownMethodError
 from tinker_local.types import UnsupportedError
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-QUANTIZED = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Configs of quantized weights beside the model's own."""
 
 _LFS = b"version https://git-lfs"
 
@@ -31,7 +31,8 @@ class ModelFiles:
     """What the files of a model say.
 
     `problems`: why it cannot be served, a sentence each; `warnings`: what will not work. `parameters`: of the weights,
-    0 if they are not here. `hub`: it is a name of a hub, and not a folder. `vision`: it reads images.
+    0 if they are not here. `hub`: it is a name of a hub, and not a folder. `vision`: it reads images. `published`: how
+    its weights are in fewer bits, if they are.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -40,6 +41,7 @@ class ModelFiles:
     model_type: str = ""
     hub: bool = False
     vision: bool = False
+    published: Published | None = None
 
 
 def look_at(source: ModelSource) -> ModelFiles:
@@ -79,12 +81,15 @@ def look_at(source: ModelSource) -> ModelFiles:
             f"model_type {found.model_type!r} is not among those that docs/models.md lists as tested; it is compared "
             "in vLLM and transformers when it is loaded, and refused if they differ"
         )
-    quantized = [*_quantized(folder, config)]
-    found.problems += [f"{path}: quantized weights cannot be trained; {family.quantized}" for path in quantized]
     found.vision = family.vision is not None
     tensors = _weights(folder, found)
+    quantized = [*_quantized(folder, config, family)]
+    found.problems += quantized
+    if not found.problems and (published := published_of(str(folder))) is not None:
+        tensors = published.as_dense(tensors)
+        found.published = published
     found.parameters = sum(tensor.size for tensor in tensors.values())
-    if not quantized:  # else it has been said
+    if not quantized and quantization_of(config) is None:  # else it has been said
         found.problems += _other_dtypes(tensors, family)
     found.problems += _embedding_rows(folder, config, tensors)
     found.problems += _ids_beyond(folder, config, family)
@@ -234,13 +239,26 @@ def _base_model(path: Path) -> str:
     return f" ({name})" if name else ""
 
 
-def _quantized(folder: Path, config: Mapping[str, Any]) -> Iterator[Path]:
-    """Files that say that the weights have fewer bits."""
-    text = config.get("text_config")
-    parts = [config, *([text] if isinstance(text, dict) else [])]
-    if any(part.get(key) for part in parts for key in ("quantization_config", "compression_config")):
-        yield folder / "config.json"
-    yield from (folder / name for name in QUANTIZED if (folder / name).is_file())
+def _quantized(folder: Path, config: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """Why weights that have fewer bits by the configs in `folder` cannot be served."""
+    if quantization_of(config) is None and not (folder / MODELOPT).is_file():
+        for name in OTHER_CONFIGS:
+            if (folder / name).is_file():
+                yield (
+                    f"{folder / name} tells of quantized weights, and config.json has no quantization_config, by which "
+                    f"they are read; {family.quantized}"
+                )
+        return
+    try:
+        published = published_of(str(folder))
+    except UnknownMethodError as error:
+        yield f"{error}; {family.quantized}"
+        return
+    except UnsupportedError as error:
+        yield str(error)
+        return
+    if published is not None and family.lora.experts is not None:
+        yield f"{folder}: mixtures of experts cannot be served with quantized weights yet; {family.quantized}"
 
 
 def _other_dtypes(tensors: Mapping[str, StoredTensor], family: Family) -> Iterator[str]:

@@ -17,6 +17,7 @@ from tinker_local.backend.models.plan_layout import (
     plan_layout,
 )
 from tinker_local.backend.options import CPU_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS, BackendOptions
+from tinker_local.backend.weights.published import published_of
 
 if TYPE_CHECKING:
     from tinker_local.backend.vllm_engine.build_engine import EngineOptions
@@ -113,7 +114,7 @@ def _cpu_cache(config: Mapping[str, Any], engine: "EngineOptions", options: Back
     wanted = CPU_CONTEXTS * sizes.sequence_bytes(context, engine.max_batched_tokens)
     give_memory_back()  # what loading another model has freed
     weights = (sizes.layers * sizes.layer_parameters + 2 * sizes.vocabulary * sizes.hidden) * sizes.itemsize
-    left = memory_available() - (2 if options.base_precision is None else 1) * weights
+    left = memory_available() - (2 if engine.weights == "dense" else 1) * weights
     return max(LEAST_CPU_CACHE, min(wanted, MOST_CPU_CACHE, left // 8))
 
 
@@ -182,6 +183,8 @@ def planned_model(
     tower = tower_of_sizes(config, dtype) if train_vision else None
     text = config.get_text_config()
     sizes = model_sizes(text.to_dict(), parameters, itemsize, packable(config), options.base_precision)
+    if (published := published_of(config.name_or_path)) is not None:
+        sizes = replace(sizes, packed_bits=published.layout.bits)
     return PlannedModel(
         replace(sizes, tower=None if tower is None else tower.sizes(itemsize)),
         decoder.memory,

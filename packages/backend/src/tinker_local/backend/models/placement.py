@@ -81,20 +81,25 @@ def layouts(options: BackendOptions, gpus: int, kv_heads: int) -> list[Layout]:
     return found if chosen or ONE_GPU in found else [*found, *_halves(options, gpus, kv_heads), ONE_GPU]
 
 
-def shares_weights(options: BackendOptions, gpus: int) -> bool:
+def shares_weights(options: BackendOptions, gpus: int, *, published: bool = False) -> bool:
     """Whether both engines are to read one copy of the weights, on the only GPU that the server sees or on a CPU (0),
-    where it saves little, since vLLM packs most matrices."""
+    where it saves little, since vLLM packs most matrices. `published`: the files have them in fewer bits."""
     hosts = max(options.train_hosts, options.sample_hosts)
     if options.train_gpus or options.sample_gpus or gpus > 1 or hosts > 1:
         return False
-    always = options.shared_weights == "always" or options.base_precision is not None
+    always = options.shared_weights == "always" or options.base_precision is not None or published
     return always or (options.shared_weights == "auto" and gpus == 1)
 
 
-def check_precision(options: BackendOptions, gpus: int) -> None:
-    """ValueError in one line if the other options or the number of GPUs contradict `base_precision`: what is packed is
-    in one copy, which both engines read."""
-    if options.base_precision is None or (shares_weights(options, gpus) and options.shared_weights != "off"):
+def check_precision(options: BackendOptions, gpus: int, *, published: str | None = None) -> None:
+    """ValueError in one line if the other options or the number of GPUs contradict `base_precision`, or the fewer bits
+    that the files have, which `published` tells in words: what is packed is in one copy, which both engines read."""
+    chosen = f"--base-precision {options.base_precision}"
+    if published is not None and options.base_precision is not None:
+        raise ValueError(f"{chosen}: the base is quantized already ({published}); leave the option out")
+    if published is None and options.base_precision is None:
+        return
+    if shares_weights(options, gpus, published=published is not None) and options.shared_weights != "off":
         return
     why = (
         "--shared-weights off"
@@ -103,7 +108,8 @@ def check_precision(options: BackendOptions, gpus: int) -> None:
         if gpus > 1
         else "--train-gpus, --sample-gpus, --train-hosts and --sample-hosts give each a copy"
     )
-    raise ValueError(f"--base-precision {options.base_precision}: trainer and sampler have to read one copy; {why}")
+    what = chosen if published is None else f"a quantized base ({published})"
+    raise ValueError(f"{what}: trainer and sampler have to read one copy; {why}")
 
 
 def _halves(options: BackendOptions, gpus: int, kv_heads: int) -> list[Layout]:

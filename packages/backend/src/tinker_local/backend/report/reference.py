@@ -16,9 +16,11 @@ from tinker_local.backend.adapters.adapter_tensors import in_float32
 from tinker_local.backend.families.family import SplitRows, Vision
 from tinker_local.backend.options import Precision
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.training.model.load_model import config_of, supported_family
+from tinker_local.backend.training.model.load_model import config_of, supported_family, without_values
+from tinker_local.backend.training.model.load_published import load_published
 from tinker_local.backend.training.trainer import TrainDatum
 from tinker_local.backend.weights.packed import pack_layers
+from tinker_local.backend.weights.published import published_of
 
 Arrays = Mapping[str, npt.NDArray[np.float32]]
 
@@ -90,7 +92,10 @@ def compute(
     config = config_of(path)
     family = supported_family(config, path)
     plainly = {} if family.lora.experts is None else {"experts_implementation": "eager"}
-    model = getattr(transformers, family.auto_class).from_pretrained(path, config=config, dtype=dtype, **plainly)
+    if published_of(path) is None:
+        model = getattr(transformers, family.auto_class).from_pretrained(path, config=config, dtype=dtype, **plainly)
+    else:
+        model, _ = load_published(path, type(without_values(config, family)), config, dtype)
     model = model.to(device).eval().requires_grad_(False)
     if precision is not None:
         pack_layers(model.get_submodule(family.decoder_path), precision)

@@ -31,6 +31,7 @@ from tinker_local.backend.vllm_engine.compat_vllm import (
 )
 from tinker_local.backend.vllm_engine.release_engine import kept_by_dynamo, workspaces_of_failures_left
 from tinker_local.backend.vllm_engine.sleep_mode import sleep_mode_is_free
+from tinker_local.backend.weights.published import published_of
 from tinker_local.types import UnsupportedError
 
 _MIB = 2**20
@@ -134,8 +135,11 @@ def process_state_kept() -> Iterator[None]:
 
 
 def model_arguments(model: str, dtype: DType | None) -> dict[str, Any]:
-    """Keywords of `EngineArgs` that an engine and an image renderer of one model must share."""
+    """Keywords of `EngineArgs` that an engine and an image renderer of one model must share. For a published checkpoint
+    in fewer bits, `packed_method.register` has to be called before they are used."""
+    published = published_of(model)
     return {
+        **({} if published is None else {"hf_overrides": {"quantization_config": packed_method.config_of(published)}}),
         "model": model,
         "dtype": dtype or default_dtype(),
         "limit_mm_per_prompt": {"video": 0},
@@ -249,7 +253,8 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         arguments["load_format"] = LOAD_FORMAT
     if options.weights != "dense":
         arguments["quantization"] = packed_method.name_of(options.weights)
-    if overrides := query_scaling(options.model) | window_of_cohere2(options.model):
+    overrides = arguments.get("hf_overrides", {}) | query_scaling(options.model) | window_of_cohere2(options.model)
+    if overrides:
         arguments["hf_overrides"] = overrides
     if options.ranks > 1:
         arguments |= {"tensor_parallel_size": options.ranks, "distributed_executor_backend": "external_launcher"}

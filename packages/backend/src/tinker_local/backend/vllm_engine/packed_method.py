@@ -2,25 +2,42 @@
 
 A linear method of this project, since vLLM's would each keep the codes in another layout, some for certain processors
 alone, and some quantise activations as well. It leaves codes and scales as they are loaded, so that both engines read
-one copy of them.
+one copy of them. Of a published checkpoint vLLM sees this method in place of what its `quantization_config` names.
 """
 
 import functools
 import re
+from collections.abc import Set
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from tinker_local.backend.weights.codes import from_codes
-from tinker_local.backend.weights.packed import CODES, SCALES, is_packed
-from tinker_local.backend.weights.precision import BITS, Bits, group_of
+from tinker_local.backend.weights.codes import Packed, times
+from tinker_local.backend.weights.joined_names import JOINED
+from tinker_local.backend.weights.layout import OWN, Layout
+from tinker_local.backend.weights.packed import CODES, ORDER, SCALES, ZEROS, is_packed
+from tinker_local.backend.weights.published import WEIGHTS, Published
 
 _DECODER = re.compile(r"^(?:language_model\.)?model\.(?:language_model\.)?layers\.")
 """Paths of vLLM's modules in a language model's layers, and not in those of a vision tower."""
+_PARTS = {joined.vllm: joined.parts for joined in JOINED}
 
 
 def name_of(precision: str) -> str:
-    """What vLLM calls matrices of `precision`, "int8" or "int4"."""
+    """What vLLM calls matrices of `precision`, "int8" or "int4", or those of a published checkpoint."""
     return f"tinker_local_{precision}"
+
+
+def config_of(published: Published) -> dict[str, Any]:
+    """What vLLM's config has in place of the `quantization_config` of `published`."""
+    return {"quant_method": name_of(WEIGHTS), "layout": asdict(published.layout), "modules": published.tails()}
+
+
+def is_among(modules: Set[str], prefix: str) -> bool:
+    """Whether vLLM's module at `prefix` is one of `modules`, named from `layers.` on as files name them."""
+    path = prefix[prefix.index("layers.") :]
+    parent, _, name = path.rpartition(".")
+    return path in modules or (name in _PARTS and f"{parent}.{_PARTS[name][0]}" in modules)
 
 
 @functools.cache
@@ -34,12 +51,12 @@ def register() -> None:
     )
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-    from vllm.model_executor.parameter import ModelWeightParameter
+    from vllm.model_executor.parameter import ModelWeightParameter, RowvLLMParameter
 
     @register_weight_loader_v2_supported_method
     class PackedMethod(LinearMethodBase):
-        def __init__(self, bits: Bits) -> None:
-            self._bits = bits
+        def __init__(self, layout: Layout) -> None:
+            self._layout = layout
 
         def create_weights(
             self,
@@ -51,10 +68,14 @@ def register() -> None:
             params_dtype: torch.dtype,
             **attributes: Any,
         ) -> None:
-            rows, inputs, size = sum(output_partition_sizes), input_size_per_partition, group_of(input_size)
-            assert size is not None, "is_packed"
-            of_code = (rows, inputs, torch.int8) if self._bits == 8 else (rows, inputs // 2, torch.uint8)
-            for name, (*shape, dtype) in {CODES: of_code, SCALES: (rows, inputs // size, torch.bfloat16)}.items():
+            rows, inputs, layout = sum(output_partition_sizes), input_size_per_partition, self._layout
+            groups = layout.groups(input_size)
+            matrices = {CODES: _codes(layout, rows, inputs), SCALES: (rows, groups, getattr(torch, layout.scales))}
+            if layout.zeros:
+                matrices[ZEROS] = (rows, groups, torch.int16)
+            for name in (ZEROS, ORDER):
+                layer.register_parameter(name, None)
+            for name, (*shape, dtype) in matrices.items():
                 parameter = ModelWeightParameter(
                     data=torch.empty(shape, dtype=dtype),
                     input_dim=1,
@@ -62,18 +83,26 @@ def register() -> None:
                     weight_loader=attributes["weight_loader"],
                 )
                 layer.register_parameter(name, parameter)
+            if layout.order:  # a vector, which each engine has; joined matrices have the same one
+                groups_of_columns = torch.empty(inputs, dtype=torch.int32)
+                vector = RowvLLMParameter(
+                    data=groups_of_columns, input_dim=0, weight_loader=attributes["weight_loader"]
+                )
+                layer.register_parameter(ORDER, vector)
 
         def process_weights_after_loading(self, layer: Any) -> None:
             """They stay as they are."""
 
         def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-            return torch.nn.functional.linear(x, from_codes(layer.qweight, layer.scales, x.dtype), bias)
+            product = times(x, Packed(layer.qweight, layer.scales, layer.zeros, layer.order))
+            return product if bias is None else product + bias
 
     class PackedConfig(QuantizationConfig):
-        precision: str
+        name: str
+        layout: Layout
 
         def get_name(self) -> Any:
-            return name_of(self.precision)
+            return name_of(self.name)
 
         def get_supported_act_dtypes(self) -> list[torch.dtype]:
             return [torch.float32, torch.bfloat16]
@@ -90,13 +119,39 @@ def register() -> None:
         def from_config(cls, config: dict[str, Any]) -> "PackedConfig":
             return cls()
 
+        def is_packed(self, layer: Any, prefix: str) -> bool:
+            return is_packed(prefix, layer.input_size)
+
         def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
             if not isinstance(layer, LinearBase):
                 return None
-            if _DECODER.match(prefix) and is_packed(prefix, layer.input_size):
-                return PackedMethod(BITS[self.precision])
+            if _DECODER.match(prefix) and self.is_packed(layer, prefix):
+                return PackedMethod(self.layout)
             return UnquantizedLinearMethod()
 
-    for precision in BITS:
-        config = type(f"Packed{precision.title()}Config", (PackedConfig,), {"precision": precision})
+    @register_quantization_config(name_of(WEIGHTS))
+    class PublishedConfig(PackedConfig):
+        name = WEIGHTS
+
+        def __init__(self, layout: Layout, modules: Set[str]) -> None:
+            super().__init__()
+            self.layout = layout
+            self._modules = modules
+
+        @classmethod
+        def from_config(cls, config: dict[str, Any]) -> "PublishedConfig":
+            return cls(Layout(**config["layout"]), frozenset(config["modules"]))
+
+        def is_packed(self, layer: Any, prefix: str) -> bool:
+            return is_among(self._modules, prefix)
+
+    for precision, layout in OWN.items():
+        config = type(f"Packed{precision.title()}Config", (PackedConfig,), {"name": precision, "layout": layout})
         register_quantization_config(name_of(precision))(config)
+
+
+def _codes(layout: Layout, rows: int, inputs: int) -> tuple[int, int, torch.dtype]:
+    """Shape and dtype of the codes."""
+    if layout.codes == "int4":
+        return rows, inputs // 2, torch.uint8
+    return rows, inputs, torch.int8 if layout.codes == "int8" else torch.float8_e4m3fn

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from tinker_local.backend.options import DType
 from tinker_local.backend.rendering.decoding import ImageError
 from tinker_local.backend.rendering.rendered_input import ImageTokens, SamplerImage
+from tinker_local.backend.vllm_engine import packed_method
 from tinker_local.backend.vllm_engine.build_engine import model_arguments, prepare_environment, process_state_kept
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ class VLLMImages:
             from vllm.renderers import renderer_from_config
 
             arguments = model_arguments(model, dtype)
+            if "hf_overrides" in arguments:
+                packed_method.register()
             config = VllmConfig(model_config=EngineArgs(**arguments).create_model_config())
             self._renderer = renderer_from_config(config)
         self._tokens = tokens

@@ -3,6 +3,7 @@
 vLLM has the same rows in the same order, which `tests/families/test_joined_names.py` compares with its modules.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,20 @@ GATE_UP = Joined(("gate_proj", "up_proj"), "gate_up_proj")
 QKVZ = Joined(("in_proj_qkv", "in_proj_z"), "in_proj_qkvz")
 BA = Joined(("in_proj_b", "in_proj_a"), "in_proj_ba")
 JOINED = (QKV, GATE_UP, QKVZ, BA)
+
+PROJECTIONS = {
+    *(name for joined in (QKV, GATE_UP, QKVZ) for name in (*joined.parts, joined.vllm)),
+    *("o_proj", "down_proj", "out_proj"),
+}
+_PROJECTION = re.compile(r"(?:^|\.)layers\.\d+\.(?:self_attn|linear_attn|mlp)\.(\w+)$")
+
+
+def is_projection(path: str) -> bool:
+    """Whether the module at `path`, of transformers, of vLLM or of files, is a projection of attention, linear or not,
+    or of an MLP in a layer, which alone are in fewer bits. The layer may be one of a tower."""
+    found = _PROJECTION.search(path)
+    return found is not None and found[1] in PROJECTIONS
+
 
 EXPERTS_GATE_UP, EXPERTS_DOWN = "gate_up_proj", "down_proj"
 """transformers' parameters of all experts of a layer, [E, 2 I, H] and [E, H, I] (or transposed, see `Experts`)."""

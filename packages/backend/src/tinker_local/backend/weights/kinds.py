@@ -6,9 +6,10 @@ from tinker_local.backend.weights.dense import dense
 from tinker_local.backend.weights.frozen_matrix import MakeMatrix
 from tinker_local.backend.weights.packed import packed
 from tinker_local.backend.weights.precision import BITS
+from tinker_local.backend.weights.published import WEIGHTS
 from tinker_local.types import UnsupportedError
 
-KINDS: Mapping[str, MakeMatrix] = {"dense": dense, **dict.fromkeys(BITS, packed)}
+KINDS: Mapping[str, MakeMatrix] = {"dense": dense, **dict.fromkeys((*BITS, WEIGHTS), packed)}
 
 
 def maker_of(kind: str, *, shards: int, experts: bool) -> MakeMatrix:

@@ -9,7 +9,9 @@ import torch
 from tinker_local.backend.weight_files import folder_of, weight_files
 from tinker_local.backend.weights.checksum import checksum
 from tinker_local.backend.weights.memory_holder import Deposit
-from tinker_local.backend.weights.packed import dense_name
+from tinker_local.backend.weights.packed import ORDER, dense_name
+from tinker_local.backend.weights.published import published_of
+from tinker_local.backend.weights.read_published import reading
 from tinker_local.backend.weights.shared_memory import CannotShareError, map_shared
 
 
@@ -90,7 +92,13 @@ class LentWeights:
         matrices = SharedMatrices.mapped(deposit, device)
         lent = {name: Place(**place).tensor(matrices.pieces) for name, place in deposit.said["files"].items()}
         packed = {dense_name(name) for name in lent} - lent.keys()
-        return LentWeights(dict(stored_tensors(source, lent, packed)) | lent, frozenset(lent), matrices)
+        orders: dict[str, torch.Tensor] = {}
+        if (published := published_of(source)) is not None and (folder := folder_of(source)) is not None:
+            packed |= published.consumed
+            with reading(folder) as read:
+                orders = {f"{module}.{ORDER}": read(name).int() for module, name in published.orders.items()}
+        tensors = dict(stored_tensors(source, lent, packed)) | orders | lent
+        return LentWeights(tensors, frozenset(lent), matrices)
 
     def storages(self) -> dict[int, torch.Tensor]:
         """One of the lent tensors in each piece of memory, by the address of its storage."""

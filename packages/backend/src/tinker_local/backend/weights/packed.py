@@ -1,65 +1,74 @@
 """Frozen matrices of 8 or 4 bits (`codes.py`), which become numbers of the model's dtype one at a time, where one is
 multiplied by."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tinker_local.backend.weights.codes import from_codes, inputs_of, to_codes
+from tinker_local.backend.weights.codes import Packed, inputs_of, to_codes
 from tinker_local.backend.weights.dense import concatenated, dense
 from tinker_local.backend.weights.frozen_matrix import FrozenMatrix
-from tinker_local.backend.weights.joined_names import GATE_UP, QKV, QKVZ
+from tinker_local.backend.weights.joined_names import is_projection
 from tinker_local.backend.weights.precision import BITS, Bits, group_of
 
-CODES, SCALES = "qweight", "scales"
-"""Parameters in place of `weight`. vLLM's adapters know a matrix of codes by the first name."""
+CODES, SCALES, ZEROS, ORDER = "qweight", "scales", "zeros", "order"
+"""Parameters in place of `weight`; the last two where a published checkpoint has them. vLLM's adapters know a matrix of
+codes by the first name."""
+MATRICES = (CODES, SCALES, ZEROS)
+"""Those with a row for each of the matrix, which several matrices one below the other have so, too."""
 
-NAMES = {
-    *(name for joined in (QKV, GATE_UP, QKVZ) for name in (*joined.parts, joined.vllm)),
-    *("o_proj", "down_proj", "out_proj"),
-}
-_MODULE = re.compile(r"(?:^|\.)layers\.\d+\.(?:self_attn|linear_attn|mlp)\.(\w+)$")
+_FIELDS = {CODES: "codes", SCALES: "scales", ZEROS: "zeros", ORDER: "order"}
+"""Of `Packed`."""
 
 
 def is_packed(path: str, inputs: int) -> bool:
-    """Whether the Linear module at `path`, of transformers or of vLLM, is packed where its model is: a projection of
-    attention or of an MLP of a decoder's layer, whose rows can be divided into groups. The caller keeps towers out."""
-    found = _MODULE.search(path)
-    return found is not None and found[1] in NAMES and group_of(inputs) is not None
+    """Whether the Linear module at `path`, of transformers or of vLLM, is packed where its model is: a projection of a
+    decoder's layer whose rows can be divided into groups. The caller keeps towers out."""
+    return is_projection(path) and group_of(inputs) is not None
 
 
 def dense_name(name: str) -> str:
     """What the parameter `name` is called in a model that is not packed."""
     stem, _, last = name.rpartition(".")
-    return f"{stem}.weight" if last in (CODES, SCALES) else name
+    return f"{stem}.weight" if last in (*MATRICES, ORDER) else name
+
+
+def tensors_of(module: Any) -> Packed:
+    """What a packed module, of this project or of vLLM, has."""
+    return Packed(module.qweight, module.scales, module.zeros, module.order)
 
 
 class PackedLinear(torch.nn.Linear):
-    """Linear module with `qweight` and `scales` in place of `weight`, which is made anew each time it is read."""
+    """Linear module with the tensors of a `Packed` in place of `weight`, which is made anew each time it is read."""
 
-    def __init__(self, linear: torch.nn.Linear, bits: Bits, device: torch.device | None = None) -> None:
-        """Packs the matrix of `linear`, on `device` if that is quicker, and leaves the result where the matrix is."""
+    def __init__(self, linear: torch.nn.Linear, stored: Packed) -> None:
+        """In place of `linear`, whose matrix is `stored`."""
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        codes, scales = (each.to(linear.weight.device) for each in to_codes(linear.weight.to(device), bits))
-        self.qweight = torch.nn.Parameter(codes, requires_grad=False)
-        self.scales = torch.nn.Parameter(scales, requires_grad=False)
+        for name in (*MATRICES, ORDER):
+            tensor = getattr(stored, _FIELDS[name])
+            self.register_parameter(name, None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False))
         self.bias = linear.bias
         self._dtype = linear.weight.dtype
+
+    @staticmethod
+    def rounded(linear: torch.nn.Linear, bits: Bits, device: torch.device | None = None) -> "PackedLinear":
+        """Packs the matrix of `linear`, on `device` if that is quicker, and leaves the result where the matrix is."""
+        found = to_codes(linear.weight.to(device), bits)
+        return PackedLinear(linear, Packed(*(each.to(linear.weight.device) for each in found)))
 
     @property
     def weight(self) -> torch.Tensor:
         """[out, in], in the dtype of activations."""
-        return from_codes(self.qweight, self.scales, self._dtype)
+        return tensors_of(self).numbers(self._dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = _Product.apply(x, self)
         return product if self.bias is None else product + self.bias
 
     def matrix(self) -> "PackedMatrix":
-        return PackedMatrix(self.qweight.detach(), self.scales.detach(), self._dtype)
+        return PackedMatrix(_detached(tensors_of(self)), self._dtype)
 
 
 class _Product(torch.autograd.Function):
@@ -68,32 +77,31 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, linear: PackedLinear) -> torch.Tensor:
         ctx.linear = linear
-        return x @ from_codes(linear.qweight, linear.scales, x.dtype).T
+        return x @ tensors_of(linear).numbers(x.dtype).T
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad @ from_codes(ctx.linear.qweight, ctx.linear.scales, grad.dtype), None
+        return grad @ tensors_of(ctx.linear).numbers(grad.dtype), None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMatrix:
-    """A `FrozenMatrix` of `codes` and `scales`. In memory besides them, while one multiplies: [out, in] in `dtype`."""
+    """A `FrozenMatrix` that is `stored`. In memory besides it, while one multiplies: [out, in] in `dtype`."""
 
-    codes: torch.Tensor
-    scales: torch.Tensor
+    stored: Packed
     dtype: torch.dtype
 
     @property
     def outputs(self) -> int:
-        return len(self.codes)
+        return len(self.stored.codes)
 
     @property
     def inputs(self) -> int:
-        return inputs_of(self.codes)
+        return inputs_of(self.stored.codes)
 
     @property
     def device(self) -> torch.device:
-        return self.codes.device
+        return self.stored.codes.device
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self._weight().T
@@ -111,7 +119,7 @@ class PackedMatrix:
         return onto.addmm_(grad, self._weight())
 
     def _weight(self) -> torch.Tensor:
-        return from_codes(self.codes, self.scales, self.dtype)
+        return self.stored.numbers(self.dtype)
 
 
 def packed(modules: Sequence[torch.nn.Linear]) -> FrozenMatrix:
@@ -122,14 +130,22 @@ def packed(modules: Sequence[torch.nn.Linear]) -> FrozenMatrix:
         return dense(modules)
     if len(parts) == 1:
         return parts[0].matrix()
-    joined = {name: concatenated([getattr(part, name).detach() for part in parts]) for name in (CODES, SCALES)}
+    present = [name for name in MATRICES if getattr(parts[0], name) is not None]
+    joined = {name: concatenated([getattr(part, name).detach() for part in parts]) for name in present}
     start = 0
     for part in parts:
         rows = slice(start, start + part.out_features)
         for name, matrix in joined.items():
             setattr(part, name, torch.nn.Parameter(matrix[rows], requires_grad=False))
         start += part.out_features
-    return PackedMatrix(joined[CODES], joined[SCALES], parts[0].matrix().dtype)
+    order = tensors_of(parts[0]).order  # of all of them, as `load_published.py` has seen
+    whole = Packed(joined[CODES], joined[SCALES], joined.get(ZEROS), None if order is None else order.detach())
+    return PackedMatrix(whole, parts[0].matrix().dtype)
+
+
+def _detached(stored: Packed) -> Packed:
+    zeros, order = (None if each is None else each.detach() for each in (stored.zeros, stored.order))
+    return Packed(stored.codes.detach(), stored.scales.detach(), zeros, order)
 
 
 def packable_modules(decoder: torch.nn.Module) -> list[tuple[str, torch.nn.Linear]]:
@@ -146,4 +162,4 @@ def pack_layers(decoder: torch.nn.Module, precision: str, device: torch.device |
     at a time."""
     for path, module in packable_modules(decoder):
         parent, _, name = path.rpartition(".")
-        setattr(decoder.get_submodule(parent), name, PackedLinear(module, BITS[precision], device))
+        setattr(decoder.get_submodule(parent), name, PackedLinear.rounded(module, BITS[precision], device))

@@ -31,11 +31,13 @@ def group_of(inputs: int) -> int | None:
 @dataclass(frozen=True, slots=True)
 class Packable:
     """What of a model can be in fewer bits. `numbers` in its matrices, `scales` of their groups; `largest`: numbers of
-    the largest matrix, two of which one may be joined."""
+    the largest matrix, two of which one may be joined; `scale_bytes`: of a group's scale, and zero point if it has
+    one."""
 
     numbers: int
     scales: int
     largest: int
+    scale_bytes: int = 2
 
     @staticmethod
     def of(matrices: Iterable[tuple[int, int]]) -> "Packable | None":
@@ -49,5 +51,5 @@ class Packable:
         return Packable(numbers, scales, largest) if numbers else None
 
     def bytes(self, bits: int) -> int:
-        """Of codes of `bits` and scales of 16."""
-        return self.numbers * bits // 8 + 2 * self.scales
+        """Of codes of `bits` and all scales."""
+        return self.numbers * bits // 8 + self.scale_bytes * self.scales

@@ -11,7 +11,7 @@ from tinker_local.backend.weights.checksum import checksum
 from tinker_local.backend.weights.joined_names import JOINED
 from tinker_local.backend.weights.lent_weights import Place, SharedMatrices
 from tinker_local.backend.weights.memory_holder import Deposit, get, put
-from tinker_local.backend.weights.packed import CODES, SCALES
+from tinker_local.backend.weights.packed import MATRICES
 from tinker_local.backend.weights.shared_memory import map_shared, write_shared
 
 PIECE_BYTES = 2**30
@@ -116,7 +116,7 @@ def _runs(model: Any) -> Iterator[Sequence[str]]:
         children = dict(module.named_children())
         for joined in JOINED:
             if all(isinstance(children.get(part), torch.nn.Linear) for part in joined.parts):
-                for kind in ("weight", CODES, SCALES):
+                for kind in ("weight", *MATRICES):
                     run = [f"{prefix}{part}.{kind}" for part in joined.parts if kind in children[part]._parameters]
                     given.update(run)
                     yield run

@@ -3,6 +3,8 @@
 Both round code * scale once to the dtype of activations, as `codes.from_codes` does, so that all multiply by the same
 numbers. In torch the same matrix is written and read four times.
 
+Of the layouts of `codes.Packed` those with integers and groups side by side, with or without zero points.
+
 Legend: M rows of activations, N rows of the matrix, K numbers in a row, G groups in a row.
 """
 
@@ -17,21 +19,25 @@ _PROGRAMS = 512
 """About how many a product is divided into: some for each multiprocessor of large GPUs, so that memory stays busy."""
 
 
-def unpacked(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[N, K] in `dtype`. `codes`: int8 [N, K], or uint8 [N, K/2] with two of 4 bits; `scales`: [N, G]."""
+def unpacked(
+    codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, zeros: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[N, K] in `dtype`. `codes`: int8 [N, K], or uint8 [N, K/2] with two of 4 bits; `scales`, `zeros`: [N, G]."""
     rows, in_bytes = codes.shape
     nibbles = codes.dtype == torch.uint8
     inputs = in_bytes * (2 if nibbles else 1)
     weight = torch.empty(rows, inputs, dtype=dtype, device=codes.device)
     _unpack[(rows, triton.cdiv(inputs, _BLOCK))](
-        codes, scales, weight, inputs, scales.shape[1], nibbles=nibbles, block=_BLOCK, num_warps=4
+        codes, scales, zeros, weight, inputs, scales.shape[1], nibbles=nibbles, block=_BLOCK, num_warps=4
     )
     return weight
 
 
-def times_few(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def times_few(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None
+) -> torch.Tensor:
     """x W^T, [M, N] in the dtype of `x` [M, K]; sums are in float32. Reads the codes once for each
-    64 rows of `x`, so it is for few of them. `codes`, `scales`: as for `unpacked`. Equal inputs have equal results:
+    64 rows of `x`, so it is for few of them. The others as for `unpacked`. Equal inputs have equal results:
     parts of a sum are added in one order."""
     (rows, inputs), outputs = x.shape, len(codes)
     assert x.stride(1) == 1
@@ -42,14 +48,16 @@ def times_few(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> tor
     parts = min(triton.next_power_of_2(triton.cdiv(_PROGRAMS, tiles)), 8, scales.shape[1])
     found = torch.empty(parts, rows, outputs, dtype=torch.float32 if parts > 1 else x.dtype, device=x.device)
     _times_few[(triton.cdiv(outputs, n), triton.cdiv(rows, m), parts)](
-        x, codes, scales, found, rows, outputs, x.stride(0), triton.cdiv(scales.shape[1], parts),
+        x, codes, scales, zeros, found, rows, outputs, x.stride(0), triton.cdiv(scales.shape[1], parts),
         inputs=inputs, group=group, nibbles=codes.dtype == torch.uint8, m=m, n=n, num_warps=n // 16, num_stages=4,
     )  # fmt: skip
     return found[0] if parts == 1 else found.sum(0).to(x.dtype)
 
 
 @triton.jit
-def _unpack(codes, scales, weight, inputs, groups, nibbles: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _unpack(  # type: ignore[no-untyped-def]
+    codes, scales, zeros, weight, inputs, groups, nibbles: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * block
     columns = first + tl.arange(0, block)
@@ -60,13 +68,16 @@ def _unpack(codes, scales, weight, inputs, groups, nibbles: tl.constexpr, block:
         code = tl.interleave((pairs & 15).to(tl.float32) - 8, (pairs >> 4).to(tl.float32) - 8)
     else:
         code = tl.load(codes + row * inputs + columns, mask=inside, other=0).to(tl.float32)
-    scale = tl.load(scales + row * groups + columns // (inputs // groups), mask=inside, other=0).to(tl.float32)
+    of_group = row * groups + columns // (inputs // groups)
+    if zeros is not None:
+        code -= tl.load(zeros + of_group, mask=inside, other=0).to(tl.float32)
+    scale = tl.load(scales + of_group, mask=inside, other=0).to(tl.float32)
     tl.store(weight + row * inputs + columns, (code * scale).to(weight.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _times_few(  # type: ignore[no-untyped-def]
-    x, codes, scales, found, rows, outputs, stride, groups_of_part,
+    x, codes, scales, zeros, found, rows, outputs, stride, groups_of_part,
     inputs: tl.constexpr, group: tl.constexpr, nibbles: tl.constexpr, m: tl.constexpr, n: tl.constexpr,
 ):  # fmt: skip
     groups: tl.constexpr = inputs // group
@@ -76,16 +87,19 @@ def _times_few(  # type: ignore[no-untyped-def]
     part = tl.program_id(2)
     of_x = x + ins[:, None].to(tl.int64) * stride
     of_codes = codes + outs[:, None].to(tl.int64) * (inputs // 2 if nibbles else inputs)
-    of_scales = scales + outs.to(tl.int64) * groups
+    of_groups = outs.to(tl.int64) * groups
     here, there = ins[:, None] < rows, outs[:, None] < outputs
     total = tl.zeros((m, n), tl.float32)
     for number in range(part * groups_of_part, min(part * groups_of_part + groups_of_part, groups)):
-        scale = tl.load(of_scales + number, mask=outs < outputs, other=0).to(tl.float32)[:, None]
+        scale = tl.load(scales + of_groups + number, mask=outs < outputs, other=0).to(tl.float32)[:, None]
+        zero = tl.zeros((n, 1), tl.float32)
+        if zeros is not None:
+            zero = tl.load(zeros + of_groups + number, mask=outs < outputs, other=0).to(tl.float32)[:, None]
         if nibbles:  # even and odd columns apart, which spares the exchange between threads that interleaving takes
             half = tl.arange(0, group // 2)
             pairs = tl.load(of_codes + number * (group // 2) + half[None, :], mask=there, other=0)
-            low = (((pairs & 15).to(tl.float32) - 8) * scale).to(dtype)
-            high = (((pairs >> 4).to(tl.float32) - 8) * scale).to(dtype)
+            low = (((pairs & 15).to(tl.float32) - 8 - zero) * scale).to(dtype)
+            high = (((pairs >> 4).to(tl.float32) - 8 - zero) * scale).to(dtype)
             at = of_x + number * group + 2 * half[None, :]
             total = tl.dot(tl.load(at, mask=here, other=0), low.T, total, input_precision="ieee")
             total = tl.dot(tl.load(at + 1, mask=here, other=0), high.T, total, input_precision="ieee")
@@ -93,6 +107,6 @@ def _times_few(  # type: ignore[no-untyped-def]
             every = tl.arange(0, group)
             code = tl.load(of_codes + number * group + every[None, :], mask=there, other=0).to(tl.float32)
             given = tl.load(of_x + number * group + every[None, :], mask=here, other=0)
-            total = tl.dot(given, (code * scale).to(dtype).T, total, input_precision="ieee")
+            total = tl.dot(given, ((code - zero) * scale).to(dtype).T, total, input_precision="ieee")
     places = found + (part * rows + ins[:, None]).to(tl.int64) * outputs + outs[None, :]
     tl.store(places, total.to(found.dtype.element_ty), mask=here & (outs[None, :] < outputs))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from tinker_local.backend.weight_files import StoredTensor, not_finite, stored_tensors
+from tinker_local.backend.weights.published import published_of
 from tinker_local.types import UnsupportedError
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -27,6 +28,8 @@ def check_files(model: Any, folder: Path) -> None:
     """UnsupportedError in a sentence if the files of `folder` are not those of transformers' `model`, which is on
     torch's meta device and is used up. Reads headers alone, and an LM head beside an embedding that it is tied to."""
     tensors = stored_tensors(folder)
+    if (published := published_of(str(folder))) is not None:
+        tensors = published.as_dense(tensors)
     stored = {
         name: torch.empty(tensor.shape, dtype=_DTYPES.get(tensor.dtype, torch.int64), device="meta")
         for name, tensor in tensors.items()
@@ -47,7 +50,10 @@ def check_files(model: Any, folder: Path) -> None:
             f"{folder}: the tensors that make {name} do not fit together{_others(info.conversion_errors)}; {_AGAIN}"
         )
     missing = {*info.missing_keys, *([embedding] if no_embedding else [])}
-    check_found(model, str(folder), missing, info.unexpected_keys, info.mismatched_keys, tensors)
+    unexpected = info.unexpected_keys
+    if published is not None:  # of biases `load_published` sees whether they are zeros
+        unexpected = {name for name in unexpected if published.bias(name) is None}
+    check_found(model, str(folder), missing, unexpected, info.mismatched_keys, tensors)
     _check_tied(folder, bool(model.all_tied_weights_keys), tensors)
 
 
@@ -136,14 +142,21 @@ def _without_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def _sum(parameter: torch.Tensor) -> torch.Tensor:
+    """NaN or infinite if a number of `parameter` is."""
+    if parameter.dtype == torch.float8_e4m3fn:  # without a sum; it has no infinities, and NaN is 127 beside the sign
+        return torch.where(((parameter.detach().view(torch.uint8) & 127) == 127).any(), torch.nan, 0.0)
+    return parameter.detach().sum(dtype=torch.float64 if parameter.dtype == torch.float64 else torch.float32)
+
+
 def check_finite(model: Any, path: str, folder: Path | None) -> None:
     """UnsupportedError if a parameter of `model` has NaN or an infinity. Sums each where it is, which takes no memory;
     only after a fault the files in `folder` are read again, for its place."""
     parameters = dict(model.named_parameters())
-    wide = {torch.float64: torch.float64}
-    sums = [each.detach().sum(dtype=wide.get(each.dtype, torch.float32)) for each in parameters.values()]
-    for name, finite in zip(parameters, torch.stack(sums).isfinite().tolist(), strict=True):
-        if finite or bool(parameters[name].isfinite().all()):  # large numbers may add up to infinity
+    for name, finite in zip(
+        parameters, torch.stack([*map(_sum, parameters.values())]).isfinite().tolist(), strict=True
+    ):
+        if finite or bool(parameters[name].float().isfinite().all()):  # large numbers may add up to infinity
             continue
         place = None if folder is None else not_finite(stored_tensors(folder).values())
         raise UnsupportedError(

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from tinker_local.backend.weights.lent_weights import Place, stored_tensors
-from tinker_local.backend.weights.packed import CODES, SCALES, PackedLinear, dense_name
+from tinker_local.backend.weights.packed import MATRICES, PackedLinear, dense_name
+from tinker_local.backend.weights.published import published_of
 from tinker_local.backend.weights.shared_memory import CannotShareError
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.core_model_loading import revert_weight_conversion
@@ -21,7 +22,7 @@ class _Views(TorchDispatchMode):
 def places_in_files(model: Any, pieces: Mapping[int, int], source: str) -> Mapping[str, Place]:
     """Where matrices of the files of `source` are in `pieces`, whose numbers are given by the addresses of their
     storages: those that transformers' `model` has there and has not changed, experts one by one, for instance. A packed
-    one has two places, of its codes and its scales, and no place by its name in the files.
+    one has places of its codes, its scales and its zero points, and none by its name in the files.
 
     CannotShareError if the files are not safetensors on this machine, or transformers cannot tell their names.
     """
@@ -41,15 +42,18 @@ def places_in_files(model: Any, pieces: Mapping[int, int], source: str) -> Mappi
     found: dict[str, Place] = {}
     paths = {id(each): path for path, each in dense.items()}
     of_packed = {name: paths[id(tensor)] for name, tensor in own.items() if id(tensor) in paths}
-    for name, stored in stored_tensors(source, {}, of_packed.keys()):
+    published = published_of(source)
+    without = of_packed.keys() | (published.consumed if published else frozenset())
+    for name, stored in stored_tensors(source, {}, without):
         place = Place.of(own[name], pieces) if name in own else None
         if place is not None and _same(own[name], stored):
             found[name] = place
     for name, path in of_packed.items():
-        for kind in (CODES, SCALES):
-            place = Place.of(getattr(packed[path], kind).detach(), pieces)
-            assert place is not None, "all matrices are in the pieces"
-            found[f"{name.removesuffix('weight')}{kind}"] = place
+        for kind in MATRICES:
+            if (matrix := getattr(packed[path], kind, None)) is not None:
+                place = Place.of(matrix.detach(), pieces)
+                assert place is not None, "all matrices are in the pieces"
+                found[f"{name.removesuffix('weight')}{kind}"] = place
     return found
 
 

@@ -20,6 +20,7 @@ from tinker_local.backend.training.model.checkpoint_fit import check_files, chec
 from tinker_local.backend.training.model.decoder import Decoder
 from tinker_local.backend.training.model.decoders import make_decoder, tolerance_of
 from tinker_local.backend.training.model.file_names import places_in_files
+from tinker_local.backend.training.model.load_published import load_published
 from tinker_local.backend.training.model.logit_rule import logit_rule
 from tinker_local.backend.training.model.vision_attention import use_packed_attention
 from tinker_local.backend.training.model.vision_tower import VisionTower
@@ -33,6 +34,7 @@ from tinker_local.backend.weights.lent_weights import SharedMatrices
 from tinker_local.backend.weights.memory_holder import refuse
 from tinker_local.backend.weights.packed import pack_layers, packable_modules
 from tinker_local.backend.weights.precision import BITS, Packable
+from tinker_local.backend.weights.published import WEIGHTS, published_of
 from tinker_local.backend.weights.share_matrices import share_matrices
 from tinker_local.backend.weights.shared_memory import CannotShareError
 from tinker_local.types import UnsupportedError
@@ -86,8 +88,10 @@ def decoder_of_sizes(config: Any, dtype: str, decoder: DecoderChoice) -> tuple[D
 
 
 def packable(config: Any) -> Packable | None:
-    """What of a model of `config` can be packed; None if nothing can."""
+    """What of a model of `config` can be packed, or is by a published checkpoint; None if nothing can."""
     family = family_of(config.model_type, config.name_or_path)
+    if (published := published_of(config.name_or_path)) is not None:
+        return published.packable
     if family.lora.experts is not None:
         return None
     decoder = without_values(config, family).get_submodule(family.decoder_path)
@@ -187,12 +191,17 @@ def check_weights(path: str, config: Any, family: Family) -> None:
 def config_of(path: str) -> Any:
     """transformers' config of the model at `path`; UnsupportedError in a sentence if it cannot be read.
 
-    For some models vLLM registers other config classes, which lack what transformers' models read.
+    For some models vLLM registers other config classes, which lack what transformers' models read. Without what it says
+    of fewer bits, which `published_of` reads: transformers would load such weights in other ways.
     """
     try:
         found = transformers.AutoConfig.from_pretrained(path)
         own = getattr(transformers, CONFIG_MAPPING_NAMES.get(found.model_type, ""), type(found))
-        return found if type(found) is own else own.from_pretrained(path)
+        found = found if type(found) is own else own.from_pretrained(path)
+        for part in (found, found.get_text_config()):
+            for key in ("quantization_config", "compression_config"):
+                part.__dict__.pop(key, None)
+        return found
     except Exception as error:  # of any type, as above
         raise UnsupportedError(f"{path}: {_not_a_model(error)}") from error
 
@@ -230,9 +239,10 @@ def load_model(settings: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> Lo
     path = settings.model
     config = config_of(path)
     family = family_of(config.model_type, path)
+    published = published_of(path)
+    if (published is not None) != (settings.weights == WEIGHTS):
+        raise ValueError(f"{path}: its weights are {'' if published else 'not '}published in fewer bits")
     make = maker_of(settings.weights, shards=settings.shards, experts=family.lora.experts is not None)
-    if getattr(config, "quantization_config", None):
-        raise UnsupportedError(f"{path}: quantized weights cannot be trained; {family.quantized}")
     text_config = config.get_text_config()
     place = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = DTYPES[settings.dtype or ("bfloat16" if place.type == "cuda" else "float32")]
@@ -289,9 +299,12 @@ def _load(
         from tinker_local.backend.training.parallel.load_sharded import load_sharded
 
         return *load_sharded(path, config, family, dtype, device, settings.shards), None
-    model, info = getattr(transformers, family.auto_class).from_pretrained(
-        path, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-    )
+    if settings.weights == WEIGHTS:
+        model, info = load_published(path, type(without_values(config, family)), config, dtype)
+    else:
+        model, info = getattr(transformers, family.auto_class).from_pretrained(
+            path, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedError(
             f"{path}: adapter_config.json belongs to an adapter, which transformers has added to the model's weights; "
