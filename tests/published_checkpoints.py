@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 _PROJECTION = re.compile(
-    r"^(?!.*(?:visual|vision)).*layers\.\d+\.(?:self_attn\.[qkvo]_proj|mlp\.\w+_proj|self_attn\.qkv_proj)\.weight$"
+    r"^(?!.*(?:visual|vision)).*layers\.\d+\."
+    r"(?:self_attn\.(?:[qkvo]|qkv)_proj|linear_attn\.(?:in_proj_qkv|in_proj_z|out_proj)|mlp\.\w+_proj)\.weight$"
 )
 
 Quantize = Callable[[torch.Tensor], tuple[Mapping[str, torch.Tensor], torch.Tensor]]

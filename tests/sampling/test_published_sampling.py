@@ -23,7 +23,7 @@ from tinker_local.backend.weights.published import WEIGHTS
 from tests.families.test_other_families import tiny
 from tests.published_checkpoints import Method, awq, compressed, fp8, gptq, publish, scheme
 from tests.sampling.test_packed_sampling import expected_logprobs, packed_modules, sampled_by, trained_by
-from tests.sampling.test_shared_weights import SEEING, lent_to, logprobs
+from tests.sampling.test_shared_weights import SEEING, lent_to, logprobs, write_model
 
 WIDE = TextShape(hidden_size=192, intermediate_size=320, num_heads=6)
 """Blocks of 128 do not divide it, neither its rows nor its columns."""
@@ -39,6 +39,8 @@ CASES: dict[str, tuple[Callable[[], Method], Any, TextShape]] = {
     "fp8-rows": (lambda: fp8(None, rows=True), "qwen3", TextShape()),
 }
 CASES |= {
+    "fp8-blocks-linear": (lambda: fp8((128, 128)), "qwen3_5_text", TextShape()),
+    "gptq-8-linear": (lambda: gptq(8, 32, order=True), "qwen3_5_text", TextShape()),
     "awq": (lambda: awq(32), "qwen2_5_vl", TextShape()),
     "awq-128": (lambda: awq(128), "qwen3", ALSO_WIDE),
     "gptq-4-zeros": (lambda: gptq(4, 32, zeros=True), "qwen3", TextShape()),
@@ -67,6 +69,8 @@ def write_dense(family: Any, folder: Path, shape: TextShape) -> Path:
         return tiny(family, folder)
     if family in SEEING:
         return make_tiny_vl_model(folder, family=family)
+    if family == "qwen3_5_text":
+        return Path(write_model(family, folder))
     return make_tiny_text_model(folder, family=family, shape=shape)
 
 
