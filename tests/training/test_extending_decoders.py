@@ -139,7 +139,7 @@ def test_kinds_that_are_unknown_divided_or_wrong_are_refused(
     monkeypatch.setitem(KINDS, "transposed", without_head)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="its LM head gives differs from transformers' by 1 of its norm"):
         gradient(model_path("qwen3"), weights="transposed")
-    with pytest.raises(UnsupportedError, match="weights 'int3' is none of dense, int8, int4, transposed"):
+    with pytest.raises(UnsupportedError, match="weights 'int3' is none of dense, int8, int4, published, transposed"):
         gradient(model_path("qwen3"), weights="int3")
     with pytest.raises(UnsupportedError, match="transposed weights cannot be divided over 2 ranks"):
         maker_of("transposed", shards=2, experts=False)
