@@ -63,4 +63,14 @@ def test_an_adapter_for_peft_is_compared_on_the_numbers_of_its_base(tuned: Make,
     assert exported.checked is not None
     assert exported.checked.agrees
     card = (tmp_path / "a" / "README.md").read_text()
+    assert "- for the quantized base (GPTQ in 4 bits, groups of 32), with activations" in card
+    assert "- trained on a dense base, or by a server that did not record it" in card
+    assert any("trained on a dense base, or by a server that did not" in each for each in exported.warnings)
+    described = trained.checkpoint / "checkpoint.json"
+    written = json.loads(described.read_text()) if described.exists() else {}
+    described.write_text(json.dumps({**written, "base_precision": "gptq-int4-g32"}))
+    same = export_checkpoint(trained.checkpoint, tmp_path / "b", to="peft", base=packed, check=False)
+    assert not any("dense base" in each for each in same.warnings)
+    card = (tmp_path / "b" / "README.md").read_text()
     assert "- trained on the quantized base (GPTQ in 4 bits, groups of 32), with activations" in card
+    assert "a base in" not in card

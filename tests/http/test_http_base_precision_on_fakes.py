@@ -77,7 +77,8 @@ async def test_a_checkpoint_says_in_how_many_bits_its_base_was_on_fakes(start_ap
         (
             None,
             "int8",
-            "was trained on a dense base, and this server has a base in 8 bits (int8), to whose gradients the state of "
+            "was trained on a dense base, or by a server that did not record it, and this server has a base in 8 bits "
+            "(int8), to whose gradients the state of "
             "its optimizer does not belong: serve the model without --base-precision, or load the weights alone",
         ),
         ("int8", "int4", "serve the model with --base-precision int8, or load the weights alone"),

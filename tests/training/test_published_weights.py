@@ -81,7 +81,8 @@ def test_a_compiler_takes_the_numbers_without_a_break(scales: torch.dtype, zeros
     """As vLLM compiles a whole model on a GPU, and captures it as a graph."""
     matrix = stored(scales, zeros=zeros, order=order)
     compiled: Any = torch.compile(from_codes, fullgraph=True, backend="eager")
-    found = compiled(matrix.codes, matrix.scales, torch.bfloat16, matrix.zeros, matrix.order)
+    with torch._dynamo.config.patch(disable=False):  # which engines of other tests in this process switch off
+        found = compiled(matrix.codes, matrix.scales, torch.bfloat16, matrix.zeros, matrix.order)
     assert torch.equal(found, matrix.numbers(torch.bfloat16))
 
 
@@ -209,6 +210,102 @@ def changed(folder: str, change: Change) -> str:
 
 
 UP = "model.layers.0.mlp.up_proj"
+
+
+def with_draft(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    """As Qwen publishes Qwen3.5 in FP8: a layer that predicts several tokens at once is quantised too."""
+    for name in [name for name in tensors if name.startswith(f"{UP}.")]:
+        tensors[name.replace("model.layers.0", "mtp.layers.0")] = tensors[name].clone()
+    tensors["mtp.fc.weight"] = torch.zeros(64, 128, dtype=torch.bfloat16)
+    config.update(modules_to_not_convert=["lm_head", "mtp.fc", "model.layers.0.linear_attn.in_proj_b"])
+
+
+def with_scales_of_a_cache(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    """As AMD publishes Llama, and llm-compressor a KV cache of 8 bits."""
+    config.update(kv_cache_scheme="static", activation_scheme="static")
+    tensors[f"{UP}.input_scale"] = torch.tensor(0.5)
+    for layer, name in ((0, "k_proj.output_scale"), (0, "v_proj.output_scale"), (1, "k_scale"), (1, "v_scale")):
+        tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(0.5)
+
+
+def with_rules(_: Any, config: dict[str, Any]) -> None:
+    """As Qwen and AutoRound publish GPTQ: rules that leave modules out, say nothing, or repeat what holds for all."""
+    config.update(
+        dynamic={"lm_head": {}, "model.language_model.embed_tokens": {}, "-:.*visual.*": {}, "-:.*mtp.*": {}}
+        | {"+:.*mlp.*": {"bits": 4, "group_size": 32}}
+    )
+
+
+def with_other_words(_: Any, config: dict[str, Any]) -> None:
+    """The same scheme twice, as compressed-tensors reads it."""
+    config.update(quant_method="compressed_tensors", kv_cache_scheme={"num_bits": 8, "type": "float"})
+    group = config["config_groups"]["group_0"]
+    weights = {**group["weights"], "strategy": None, "actorder": "static"}
+    config["config_groups"]["group_1"] = {**group, "targets": ["re:.*mlp.*"], "weights": weights}
+    group["weights"]["actorder"] = "weight"
+
+
+SERVED: dict[str, tuple[Callable[[], Method], Change, str]] = {
+    "draft": (lambda: fp8((128, 128)), with_draft, "qwen3_5_text"),
+    "cache": (lambda: fp8(None), with_scales_of_a_cache, "llama"),
+    "rules": (lambda: gptq(4, 32), with_rules, "qwen3"),
+    "words": (lambda: compressed(scheme("group", 4, group_size=32)), with_other_words, "qwen3"),
+}
+
+
+@pytest.mark.parametrize("case", SERVED)
+def test_what_is_published_beside_the_weights_is_left_out(case: str, tmp_path: Path) -> None:
+    """Each logprob is that of the same files without it."""
+    make, change, family = SERVED[case]
+    shape = TextShape(num_layers=4)
+    folder, _ = publish(make_tiny_text_model(tmp_path / "model", family=family, shape=shape), tmp_path, make())
+    before = trainer_of(folder)
+    path, config_path = Path(folder) / "model.safetensors", Path(folder) / "config.json"
+    tensors, config = load_file(path), json.loads(config_path.read_text())
+    change(tensors, config["quantization_config"])
+    save_file({name: each.contiguous() for name, each in tensors.items()}, path, {"format": "pt"})
+    config_path.write_text(json.dumps(config))
+    assert look_at(ModelSource("m", folder)).problems == []
+    found = published_of(folder)
+    assert found is not None
+    assert len({*found.tails()}) == len(found.modules)
+    after = trainer_of(folder)
+    weights = [dict(one._loaded.model.named_parameters()) for one in (before, after)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name].float(), weights[1][name].float()) for name in weights[0])
+    before.close()
+    after.close()
+
+
+def test_words_of_records_tell_layouts_apart(tmp_path: Path) -> None:
+    source, words = make_tiny_text_model(tmp_path / "model"), []
+    methods = (
+        gptq(4, 32),
+        gptq(4, 64),
+        gptq(4, 32, zeros=True),
+        awq(32),
+        fp8(None),
+        compressed(scheme("channel", 8, type="float"), pack=False),
+        compressed(scheme("channel", 8), pack=False),
+    )
+    for number, method in enumerate(methods):
+        (tmp_path / str(number)).mkdir()
+        found = published_of(publish(source, tmp_path / str(number), method)[0])
+        assert found is not None
+        words.append(found.word)
+    layouts = ("gptq-int4-g32", "gptq-int4-g64", "gptq-int4-g32-zeros", "awq-int4-g32-zeros")
+    assert words == [*layouts, "fp8-float8", "compressed-float8", "compressed-int8"]
+
+
+def test_matrices_of_linear_attention_that_are_multiplied_as_one_have_one_order_of_columns(tmp_path: Path) -> None:
+    source = make_tiny_text_model(tmp_path / "model", family="qwen3_5_text")
+    folder, _ = publish(source, tmp_path, gptq(4, 32, order=True))
+    path = Path(folder) / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.linear_attn.in_proj_z.g_idx"
+    save_file({**tensors, name: tensors[name].flip(0).contiguous()}, path, {"format": "pt"})
+    with pytest.raises(UnsupportedError, match=r"^in_proj_qkv, in_proj_z have columns in different orders"):
+        trainer_of(folder)
 
 
 def rename(tensors: dict[str, torch.Tensor], start: str, end: str) -> None:
@@ -369,10 +466,6 @@ OF_COMPRESSED: dict[str, tuple[Change, str]] = {
         "config_groups have several schemes of weights; modules in several precisions cannot be served",
     ),
     "no-groups": (lambda _, config: config.update(config_groups={}), "have no scheme of weights"),
-    "cache": (
-        lambda _, config: config.update(kv_cache_scheme={"num_bits": 8}),
-        "kv_cache_scheme of compressed-tensors",
-    ),
     "rotated": (
         lambda _, config: config.update(transform_config={"config_groups": {"u": {}}}),
         "transform_config of compressed-tensors cannot be served",

@@ -11,14 +11,12 @@ from tinker_local.backend.adapters.adapter import HEAD
 from tinker_local.backend.adapters.adapter_files import WEIGHTS
 from tinker_local.backend.adapters.adapter_tensors import in_float32
 from tinker_local.backend.weight_files import StoredTensor, folder_of, stored_tensors
+from tinker_local.backend.weights.joined_names import DRAFT
 from tinker_local.types import InvalidRequestError
 
 EMBEDDING = "embed_tokens"
 
 _NAME = re.compile(rf"base_model\.model\.(?:.+\.)?({HEAD}|{EMBEDDING})(?:\.base_layer)?\.weight")
-_DRAFT = "mtp."
-"""What begins the names of layers that predict several tokens at once, which adapters do not reach."""
-
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _PART = 2**22
 """Numbers that are compared at a time."""
@@ -58,7 +56,7 @@ def _own(kind: str, stored: Mapping[str, StoredTensor]) -> StoredTensor | None:
     """The LM head or the embedding among the files' tensors; a head that is not there is tied to the embedding."""
     for last in dict.fromkeys((kind, EMBEDDING)):
         for name, tensor in stored.items():
-            if f".{name}".endswith(f".{last}.weight") and not name.startswith(_DRAFT):
+            if f".{name}".endswith(f".{last}.weight") and not name.startswith(DRAFT):
                 return tensor
     return None
 

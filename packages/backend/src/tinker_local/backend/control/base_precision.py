@@ -37,7 +37,8 @@ def other_precision(record: CheckpointRecord, base: ServedModel) -> str | None:
     have, want = base.engines.base_precision, record.base_precision
     if have == want:
         return None
-    return f"{record.tinker_path} was trained on {base_in(want)}, and this server has {base_in(have)}"
+    unsure = "" if want else ", or by a server that did not record it"
+    return f"{record.tinker_path} was trained on {base_in(want)}{unsure}, and this server has {base_in(have)}"
 
 
 def began_on(record: CheckpointRecord, base: ServedModel) -> str | None:

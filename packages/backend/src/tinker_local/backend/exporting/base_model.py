@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tinker_local.backend.families import family_of
 from tinker_local.backend.families.family import Family
 from tinker_local.backend.weights.joined_names import EXPERTS_GATE_UP
-from tinker_local.backend.weights.published import Published, published_of
+from tinker_local.backend.weights.published import Published, forget_quantization, published_of
 from tinker_local.types import InvalidRequestError, NotFoundError
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def find_base(path: str, called: str) -> BaseModel:
     try:
         file = cached_file(where, "config.json")
         config = AutoConfig.from_pretrained(where)
-        config.__dict__.pop("quantization_config", None)  # which `published` tells of
+        forget_quantization(config)  # which `published` tells of
     except (OSError, ValueError) as error:
         raise NotFoundError(
             f"{called}: the base model {path!r} is neither a folder of a model nor one that the hub or its cache has; "

@@ -108,9 +108,10 @@ def export_checkpoint(
             "the LM head was trained, and the base model ties it to its embedding: do not merge this adapter with "
             "PEFT's merge_and_unload or the cookbook's build_hf_model, which would change both; use --to merged"
         )
-    if source.base_precision not in (None, found.precision):
+    if source.base_precision != found.precision:
+        unsure = "" if source.base_precision else ", or by a server that did not record it"
         warnings.append(
-            f"the adapter was trained on {base_in(source.base_precision)}, and this is of the base as its files have "
-            "it, which computes something else: measure it before you rely on it"
+            f"the adapter was trained on {base_in(source.base_precision)}{unsure}, and this is of the base as its "
+            "files have it, which computes something else: measure it before you rely on it"
         )
     return Exported(out, found.path, checked, tuple(warnings))

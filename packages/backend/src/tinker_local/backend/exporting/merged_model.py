@@ -14,7 +14,8 @@ from tinker_local.backend.exporting.base_model import BaseModel
 from tinker_local.backend.exporting.merged_experts import EACH, WHOLE, Merge, expert_modules, merges
 from tinker_local.backend.exporting.trained import Trained
 from tinker_local.backend.weight_files import INDEX, SINGLE, weight_files
-from tinker_local.backend.weights.published import OTHER_CONFIGS
+from tinker_local.backend.weights.joined_names import DRAFT
+from tinker_local.backend.weights.published import OTHER_CONFIGS, in_layers
 from tinker_local.types import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -24,9 +25,6 @@ SHARD_BYTES = 4 * 2**30
 """Most bytes of a file, unless one tensor alone has more."""
 
 _NOT_COPIED = {"readme.md", ".gitattributes", INDEX, "config.json", *OTHER_CONFIGS}
-_DRAFT = "mtp."
-"""What begins the names of layers that predict several tokens at once. transformers' models lack
-them, and they stay as they are."""
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
 
@@ -40,7 +38,7 @@ def write_merged(folder: Path, trained: Trained, shard_bytes: int = SHARD_BYTES)
     base = trained.base
     weights = {file: _names(file, base) for file in _weight_files(base)}
     names = [name for file in weights.values() for name in file]
-    changed = _changed(trained, [name for name in names if not name.startswith(_DRAFT)])
+    changed = _changed(trained, [name for name in names if not name.startswith(DRAFT)])  # which stay as they are
     untied = trained.has_head and base.tied_head
     own_head = next((name for name in names if f".{name}".endswith(f".{HEAD}.weight")), f"{HEAD}.weight")
     head = _embedding(names, base) if untied else own_head
@@ -155,16 +153,11 @@ def _names(file: Path, base: BaseModel) -> list[str]:
         inside = list(opened.keys())
     if (published := base.published) is None:
         return inside
-    known = {_in_layers(name) for name, _ in base.model.named_parameters()}
-    without = {name for name in published.biases if _in_layers(name) not in known}  # zeros, as `load_published` sees
+    known = {in_layers(name) for name, _ in base.model.named_parameters()}
+    without = {name for name in published.biases if in_layers(name) not in known}  # zeros, as `load_published` sees
     codes = {f"{module}.{published.form.codes}": f"{module}.weight" for module in published.modules}
     without |= published.consumed - codes.keys()
     return [codes.get(name, name) for name in inside if name not in without]
-
-
-def _in_layers(name: str) -> str:
-    """The end of a parameter's name, from its layer on, which files and models have in common."""
-    return name[name.find("layers.") :]
 
 
 def _name_in_files(base: BaseModel, path: str, names: list[str]) -> str:

@@ -45,7 +45,7 @@ def write_card(folder: Path, out: Path, trained: Trained, to: Target, checked: s
         "",
         f"- made from: `{trained.source.name}`",
         f"- base model: `{base.path}`",
-        *([] if base.published is None else [f"- {_of_base(base.published.told, to, base.dtype)}"]),
+        *([] if base.published is None else [f"- {_of_base(trained, base.published.told, to)}"]),
         f"- adapter: rank {config.rank}, on {', '.join(parts)}",
         *([f"- trained with {words}"] if (words := trained.source.layout.words()) else []),
         *_base_of_training(trained, to),
@@ -59,7 +59,9 @@ def write_card(folder: Path, out: Path, trained: Trained, to: Target, checked: s
 def _base_of_training(trained: Trained, to: Target) -> list[str]:
     """On which bits of the base it was trained, unless that was dense from the first step on."""
     source, lines = trained.source, []
-    if (precision := source.base_precision) not in (None, trained.base.precision):
+    if (precision := source.base_precision) is None and trained.base.published is not None:
+        lines.append(f"- trained on {base_in(None)}, or by a server that did not record it")
+    elif precision is not None and precision != trained.base.precision:
         groups = " and ".join(map(str, trained.base.groups))
         bits = f"{BITS[precision]} bits ({precision}, groups of {groups})" if precision in BITS else precision
         does = "was merged into" if to == "merged" else "is for"
@@ -76,11 +78,12 @@ def _base_of_training(trained: Trained, to: Target) -> list[str]:
     return lines
 
 
-def _of_base(told: str, to: Target, dtype: str) -> str:
+def _of_base(trained: Trained, told: str, to: Target) -> str:
     """That the base has fewer bits, which are `told`."""
     if to == "merged":
-        return f"the base is quantized ({told}); here are the numbers that its codes stand for, in {dtype}"
-    return f"trained on the quantized base ({told}), with activations that are not rounded"
+        return f"the base is quantized ({told}); here are the numbers that its codes stand for, in {trained.base.dtype}"
+    does = "trained on" if trained.source.base_precision == trained.base.precision else "for"
+    return f"{does} the quantized base ({told}), with activations that are not rounded"
 
 
 def _libraries(trained: Trained, to: Target) -> str:

@@ -29,7 +29,7 @@ class CheckpointFolder:
     """The files of an adapter. `name`: its tinker path if it is known, else the folder. `base_name`: of the base model
     as clients call it, maybe empty. `base_path`: the folder or hub name that a server served under it, if recorded.
     `layout`: how its program put pictures into prompts, if it said so for the checkpoint or for its run.
-    `base_precision`: in what the base was that it was trained on, "int8" or "int4"; None: dense, or not recorded.
+    `base_precision`: in what the base was that it was trained on, as a checkpoint's record says.
     `began_on`: the same of its first weights, if they were trained on another."""
 
     folder: Path

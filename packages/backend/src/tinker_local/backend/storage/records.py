@@ -20,7 +20,7 @@ LOCAL_PROJECT = "local"
 
 BEGAN_ON = "tinker_local.began_on"
 """The entry of a checkpoint's `user_metadata` that says in what the base was on which its first weights were trained,
-if its run trained on another: "dense", "int8" or "int4"; or `ELSEWHERE`."""
+if its run trained on another: as `base_precision`, "dense" or `ELSEWHERE`."""
 
 ELSEWHERE = "elsewhere"
 """Of an adapter that was imported where the base is not dense: in what its own was is not known."""
@@ -98,7 +98,8 @@ class CheckpointRecord:
     loaded although its files are whole; empty if it can, None if an older server wrote it and it was not examined yet.
     `save_number`: its place among all saves of the data folder, from 1 on; 0 if it has none yet. Of two checkpoints,
     the one with the greater number is newer, whatever the machine's clock has said. `base_precision`: in what the base
-    model was while it was trained, "int8" or "int4"; None: dense, or an older server did not record it.
+    model was while it was trained: "int8", "int4" or a published checkpoint's `word`; None: dense, or an older server
+    did not record it.
     """
 
     training_run_id: str

@@ -41,6 +41,9 @@ def is_projection(path: str) -> bool:
     return found is not None and found[1] in PROJECTIONS
 
 
+DRAFT = "mtp."
+"""What begins the names of layers that predict several tokens at once. transformers' models lack them."""
+
 EXPERTS_GATE_UP, EXPERTS_DOWN = "gate_up_proj", "down_proj"
 """transformers' parameters of all experts of a layer, [E, 2 I, H] and [E, H, I] (or transposed, see `Experts`)."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tinker_local.backend.weight_files import StoredTensor, folder_of, folder_on_disk, stored_tensors
-from tinker_local.backend.weights.joined_names import GATE_UP, PROJECTIONS, QKV, QKVZ, is_projection
+from tinker_local.backend.weights.joined_names import DRAFT, JOINED, PROJECTIONS, is_projection
 from tinker_local.backend.weights.layout import Layout
 from tinker_local.backend.weights.precision import Packable
 from tinker_local.backend.weights.published_forms import Form, form_of
@@ -23,9 +23,12 @@ WEIGHTS = "published"
 
 OTHER_CONFIGS = ("quantize_config.json", "quant_config.json")
 """Of GPTQ and AWQ, beside `config.json`, which says the same in folders that are served."""
+_KEYS = ("quantization_config", "compression_config")
 MODELOPT = "hf_quant_config.json"
 
 _TOWER = re.compile(r"(?:^|\.)(?:visual|vision\w*|image\w*|audio\w*)\.")
+_OF_CACHE = re.compile(r"\.(?:[kv]_proj\.output_scale|[qkv]_scale|kv_scale|prob_output_scale)$")
+"""Scales of a KV cache in fewer bits."""
 _IN_LAYERS = re.compile(r"(?:^|\.)(layers\.\d+\..*)$")
 
 
@@ -33,7 +36,8 @@ _IN_LAYERS = re.compile(r"(?:^|\.)(layers\.\d+\..*)$")
 class Published:
     """A checkpoint in fewer bits. `form`: how its files have a matrix. `modules`: [out, in] of each packed one, by the
     name in the files without what follows the module's; `consumed`: the names of all tensors that these are made of,
-    or that are left out with them. `biases`: of packed modules; programs write zeros where a model has no bias."""
+    or that are left out: scales of activations and of a KV cache, and packed layers that predict several tokens at
+    once, whole. `biases`: of packed modules; programs write zeros where a model has no bias."""
 
     form: Form
     modules: Mapping[str, tuple[int, int]] = field(repr=False)
@@ -51,8 +55,9 @@ class Published:
 
     @property
     def word(self) -> str:
-        """In one, for records of what was trained on it: such as gptq-int4."""
-        return f"{self.form.kind}-{self.layout.codes}"
+        """In one, for records of what was trained on it: such as gptq-int4-g128-zeros."""
+        group = f"-g{self.layout.group}" if self.layout.group else ""
+        return f"{self.form.method}-{self.layout.codes}{group}{'-zeros' if self.layout.zeros else ''}"
 
     @property
     def packable(self) -> Packable:
@@ -72,9 +77,9 @@ class Published:
 
     def bias(self, name: str) -> str | None:
         """Which of `biases` the parameter `name` of transformers' model would be, which may begin otherwise."""
-        if (found := _IN_LAYERS.search(name)) is None or _TOWER.search(name):
+        if (tail := in_layers(name)) is None:
             return None
-        return next((bias for bias in self.biases if bias.endswith(f".{found[1]}")), None)
+        return next((bias for bias in self.biases if bias.endswith(f".{tail}")), None)
 
     def tails(self) -> list[str]:
         """The packed modules from `layers.` on, which vLLM and transformers call alike."""
@@ -89,14 +94,28 @@ class Published:
         return found
 
 
+def in_layers(name: str) -> str | None:
+    """The end of a name, from `layers.` on, which files, transformers and vLLM have in common; None if it is of a
+    tower, or of no layer."""
+    found = _IN_LAYERS.search(name)
+    return None if found is None or _TOWER.search(name) else found[1]
+
+
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """What a `config.json` says of fewer bits; None if it says nothing."""
     text = config.get("text_config")
     for part in (config, *([text] if isinstance(text, dict) else [])):
-        for key in ("quantization_config", "compression_config"):
+        for key in _KEYS:
             if part.get(key):
                 return part[key] if isinstance(part[key], dict) else {"quant_method": str(part[key])}
     return None
+
+
+def forget_quantization(config: Any) -> None:
+    """Take what `quantization_of` reads out of transformers' `config`, by which transformers would load the weights."""
+    for part in (config, config.get_text_config()):
+        for key in _KEYS:
+            part.__dict__.pop(key, None)
 
 
 def published_of(path: str) -> Published | None:
@@ -137,13 +156,17 @@ def _found(form: Form, folder: Path, tensors: Mapping[str, StoredTensor]) -> Pub
         for name, tensor in tensors.items()
         if name.endswith(f".{form.codes}") and tensor.dtype in form.dtypes
     ]
+    drafts = [stem for stem in stems if stem.startswith(DRAFT)]
+    stems = [stem for stem in stems if stem not in drafts]
     if not stems:
         raise UnsupportedError(
             f"{folder / 'config.json'} says that the weights are quantized ({form.told}), and its files have no tensor "
             f"*.{form.codes} in {' or '.join(form.dtypes)}; {_AGAIN}"
         )
     _check_others(form, folder, tensors)
-    consumed: set[str] = set()
+    consumed = {name for name in tensors if _OF_CACHE.search(name)}
+    if drafts:
+        consumed |= {name for name in tensors if name.startswith(DRAFT)}
     modules: dict[str, tuple[int, int]] = {}
     scales: dict[str, str] = {}
     for stem in stems:
@@ -200,7 +223,7 @@ def _check_joined(
     """UnsupportedError if of matrices that are multiplied as one some are packed and others are not."""
     for stem in modules:
         parent, _, name = stem.rpartition(".")
-        for joined in (QKV, GATE_UP, QKVZ):
+        for joined in JOINED:
             for other in joined.parts if name in joined.parts else ():
                 if f"{parent}.{other}" not in modules and f"{parent}.{other}.weight" in tensors:
                     raise UnsupportedError(

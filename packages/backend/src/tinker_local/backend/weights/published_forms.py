@@ -25,12 +25,13 @@ class UnknownMethodError(UnsupportedError):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """`kind`: where what is (`read_published.py`). `told`: in words. `codes`: the suffix of the tensor of codes, which
-    has one of `dtypes`; `suffixes`: of all tensors that a module may have. `block_rows`: how many rows share a scale of
-    FP8 (None: all or each). `order`: the suffix of the groups of columns. `zero_offset`: what is added to stored zero
-    points."""
+    """`kind`: where what is (`read_published.py`). `method`: whose form it is; `told`: in words. `codes`: the suffix of
+    the tensor of codes, which has one of `dtypes`; `suffixes`: of all tensors that a module may have. `block_rows`: how
+    many rows share a scale of FP8 (None: all or each). `order`: the suffix of the groups of columns. `zero_offset`:
+    what is added to stored zero points."""
 
     kind: Kind
+    method: str
     told: str
     layout: Layout
     codes: str
@@ -151,9 +152,10 @@ def form_of(said: Mapping[str, Any], where: str) -> Form:
     served."""
     method = str(said.get("quant_method") or "").lower()
     if method not in FORMS:
+        known = ", ".join(each for each in FORMS if "_" not in each)
         raise UnknownMethodError(
-            f"{where}: quantized weights of quant_method {method!r} cannot be trained; those of {', '.join(FORMS)} are "
-            "served as they are"
+            f"{where}: quantized weights of quant_method {method!r} cannot be trained; those of {known} are served as "
+            "they are"
         )
     return FORMS[method](said, where)
 
@@ -168,10 +170,11 @@ def _gptq(said: Mapping[str, Any], where: str) -> Form:
             f"{where}: checkpoint_format {'marlin' if said.get('is_marlin_format') else written!r} of GPTQ cannot be "
             "served: gptq and gptq_v2 can"
         )
-    _check_uniform(said.get("dynamic"), "dynamic", where)
+    _check_uniform(said, where)
     zeros = not said.get("sym", True)
     order = bool(said.get("desc_act"))
     return Form(
+        "gptq",
         "gptq",
         f"GPTQ in {bits} bits, {_of_groups(group)}{', with zero points' if zeros else ''}",
         Layout(
@@ -197,6 +200,7 @@ def _awq(said: Mapping[str, Any], where: str) -> Form:
         raise UnsupportedError(f"{where}: AWQ of version {version!r} cannot be served: gemm can")
     return Form(
         "awq",
+        "awq",
         f"AWQ in 4 bits, {_of_groups(group)}",
         Layout("int4", group=group if group > 0 else None, zeros=True),
         codes="qweight",
@@ -213,6 +217,7 @@ def _fp8(said: Mapping[str, Any], where: str) -> Form:
         raise UnsupportedError(f"{where}: FP8 of fmt {written!r} cannot be served: e4m3 can")
     return Form(
         "fp8",
+        "fp8",
         "FP8" if blocks is None else f"FP8 in blocks of {blocks[0]} x {blocks[1]}",
         Layout("float8", group=None if blocks is None else blocks[1]),
         codes="weight",
@@ -223,11 +228,10 @@ def _fp8(said: Mapping[str, Any], where: str) -> Form:
 
 
 def _compressed(said: Mapping[str, Any], where: str) -> Form:
-    """compressed-tensors, whose `config_groups` have one scheme of weights here. How activations are to be rounded is
-    left out: both engines multiply by unrounded ones."""
-    for field in ("kv_cache_scheme", "transform_config"):
-        if said.get(field):
-            raise UnsupportedError(f"{where}: {field} of compressed-tensors cannot be served")
+    """compressed-tensors, whose `config_groups` have one scheme of weights here. How activations and a KV cache are to
+    be rounded is left out: here they are not."""
+    if said.get("transform_config"):
+        raise UnsupportedError(f"{where}: transform_config of compressed-tensors cannot be served")
     sparse = said.get("sparsity_config") or {}
     if sparse.get("format", "dense") != "dense":
         raise UnsupportedError(f"{where}: sparse weights of compressed-tensors ({sparse['format']}) cannot be served")
@@ -248,21 +252,34 @@ def _compressed(said: Mapping[str, Any], where: str) -> Form:
 
 
 _COMPRESSED = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
-_DECISIVE = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "actorder")
+_DECISIVE = ("num_bits", "type", "symmetric", "group_size", "block_structure")
 
 
 def _scheme(weights: Mapping[str, Any]) -> list[Any]:
-    return [weights.get(field) for field in _DECISIVE]
+    return [weights.get(field) for field in _DECISIVE] + [_ordered(weights), _strategy(weights)]
+
+
+def _ordered(weights: Mapping[str, Any]) -> bool:
+    """Whether files name the group of each column; "weight" and "static" chose columns before the groups were made."""
+    return weights.get("actorder") in ("group", "dynamic")
+
+
+def _strategy(weights: Mapping[str, Any]) -> str:
+    """Where none is named, it follows from the size of a group, as in compressed-tensors."""
+    if (given := weights.get("strategy")) is not None:
+        return str(given)
+    group = weights.get("group_size")
+    return "tensor" if group is None else "channel" if group == -1 else "group"
 
 
 def _of_scheme(weights: Mapping[str, Any], written: str, where: str) -> Form:
-    bits, kind, strategy = weights.get("num_bits"), weights.get("type"), str(weights.get("strategy"))
+    bits, kind, strategy = weights.get("num_bits"), weights.get("type"), _strategy(weights)
     symmetric, packed = bool(weights.get("symmetric", True)), written == "pack-quantized"
     group, rows = _sizes(weights, strategy, where)
     told = (
         f"compressed-tensors, {kind} in {bits} bits, {_of_groups(group or -1) if rows is None else f'{rows} x {group}'}"
     )
-    order = packed and weights.get("actorder") in ("group", "dynamic")
+    order = packed and _ordered(weights)
     if packed:
         if (bits, kind) not in ((4, "int"), (8, "int")) or strategy not in ("group", "channel"):
             raise UnsupportedError(
@@ -270,6 +287,7 @@ def _of_scheme(weights: Mapping[str, Any], written: str, where: str) -> Form:
             )
         return Form(
             "packed",
+            "compressed",
             told + ("" if symmetric else ", with zero points"),
             Layout("int4" if bits == 4 else "int8", group=group, zeros=not symmetric, order=order),
             codes="weight_packed",
@@ -281,6 +299,7 @@ def _of_scheme(weights: Mapping[str, Any], written: str, where: str) -> Form:
         raise UnsupportedError(f"{where}: {told}, cannot be served as {written}: symmetric int or float in 8 bits can")
     return Form(
         "fp8",
+        "compressed",
         told,
         Layout("float8" if kind == "float" else "int8", group=group),
         codes="weight",
@@ -294,7 +313,7 @@ def _sizes(weights: Mapping[str, Any], strategy: str, where: str) -> tuple[int |
     """How many columns share a scale (None: all), and how many rows, if those of a block do."""
     if strategy in ("channel", "tensor"):
         return None, None
-    if strategy == "group":
+    if strategy == "group" and weights.get("group_size") != -1:
         return _whole(weights, "group_size", where), None
     blocks = weights.get("block_structure")
     if (
@@ -309,14 +328,16 @@ def _sizes(weights: Mapping[str, Any], strategy: str, where: str) -> tuple[int |
     )
 
 
-def _check_uniform(chosen: Any, field: str, where: str) -> None:
-    """UnsupportedError if modules may have other bits than the rest. GPTQModel begins with "-:" what has none."""
-    others = sorted(each for each in chosen or () if not str(each).startswith("-:"))
-    if others:
-        raise UnsupportedError(
-            f"{where}: {field} gives {others[0]!r} other bits than the rest; modules in several precisions cannot be "
-            "served"
-        )
+def _check_uniform(said: Mapping[str, Any], where: str) -> None:
+    """UnsupportedError if GPTQModel's `dynamic` gives modules another layout than the rest. It begins with "-:" what
+    stays as it is; other rules may repeat what holds for all, or say nothing."""
+    for pattern, rule in sorted(dict(said.get("dynamic") or {}).items()):
+        changed = [field for field in ("bits", "group_size", "sym", "desc_act") if rule.get(field, ...) is not ...]
+        if not pattern.startswith("-:") and any(rule[field] != said.get(field) for field in changed):
+            raise UnsupportedError(
+                f"{where}: dynamic gives {pattern!r} other bits than the rest; modules in several precisions cannot be "
+                "served"
+            )
 
 
 def _is_block(given: Any) -> bool:
@@ -339,5 +360,6 @@ FORMS: Mapping[str, Callable[[Mapping[str, Any], str], Form]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed,
+    "compressed_tensors": _compressed,
 }
 """By `quant_method`."""

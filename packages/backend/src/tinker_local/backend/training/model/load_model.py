@@ -34,7 +34,8 @@ from tinker_local.backend.weights.lent_weights import SharedMatrices
 from tinker_local.backend.weights.memory_holder import refuse
 from tinker_local.backend.weights.packed import pack_layers, packable_modules
 from tinker_local.backend.weights.precision import BITS, Packable
-from tinker_local.backend.weights.published import WEIGHTS, published_of
+from tinker_local.backend.weights.published import WEIGHTS, forget_quantization, published_of
+from tinker_local.backend.weights.published_forms import UnknownMethodError
 from tinker_local.backend.weights.share_matrices import share_matrices
 from tinker_local.backend.weights.shared_memory import CannotShareError
 from tinker_local.types import UnsupportedError
@@ -198,9 +199,7 @@ def config_of(path: str) -> Any:
         found = transformers.AutoConfig.from_pretrained(path)
         own = getattr(transformers, CONFIG_MAPPING_NAMES.get(found.model_type, ""), type(found))
         found = found if type(found) is own else own.from_pretrained(path)
-        for part in (found, found.get_text_config()):
-            for key in ("quantization_config", "compression_config"):
-                part.__dict__.pop(key, None)
+        forget_quantization(found)
         return found
     except Exception as error:  # of any type, as above
         raise UnsupportedError(f"{path}: {_not_a_model(error)}") from error
@@ -239,7 +238,10 @@ def load_model(settings: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> Lo
     path = settings.model
     config = config_of(path)
     family = family_of(config.model_type, path)
-    published = published_of(path)
+    try:
+        published = published_of(path)
+    except UnknownMethodError as error:
+        raise UnsupportedError(f"{error}; {family.quantized}") from error
     if (published is not None) != (settings.weights == WEIGHTS):
         raise ValueError(f"{path}: its weights are {'' if published else 'not '}published in fewer bits")
     make = maker_of(settings.weights, shards=settings.shards, experts=family.lora.experts is not None)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from tinker_local.backend.weight_files import folder_of, stored_tensors
-from tinker_local.backend.weights.joined_names import GATE_UP, QKV
+from tinker_local.backend.weights.joined_names import JOINED
 from tinker_local.backend.weights.packed import PackedLinear
 from tinker_local.backend.weights.published import Published, published_of
 from tinker_local.backend.weights.read_published import read_packed, reading
@@ -54,7 +54,7 @@ def _replace(model: Any, published: Published, modules: dict[int, str], read: An
 
 def _check_orders(parent: Any) -> None:
     """UnsupportedError if matrices that are multiplied as one have columns in different orders."""
-    for joined in (QKV, GATE_UP):
+    for joined in JOINED:
         parts = [getattr(parent, name, None) for name in joined.parts]
         orders = [each.order for each in parts if isinstance(each, PackedLinear) and each.order is not None]
         if any(not torch.equal(order, orders[0]) for order in orders):
