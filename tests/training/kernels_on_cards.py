@@ -27,6 +27,7 @@ from tinker_local.backend.training.kernels.triton_experts import TritonExperts
 from tinker_local.backend.training.kernels.triton_kernels import TritonKernels
 from tinker_local.backend.training.lora.lora_batch import LowRank, Owners
 from tinker_local.backend.vllm_engine.one_pass_draw import draw
+from tinker_local.backend.weights.precision import group_of
 from tinker_local.backend.weights.triton_codes import times_few, unpacked
 
 
@@ -262,7 +263,9 @@ def launch_draw() -> None:
 
 def launch_codes(inputs: int) -> None:
     """A matrix of 8 and of 4 bits, whole and in products with few rows."""
-    for group, (width, dtype) in itertools.product((128, 32), ((inputs, torch.int8), (inputs // 2, torch.uint8))):
+    largest = group_of(inputs)
+    assert largest is not None
+    for group, (width, dtype) in itertools.product((largest, 32), ((inputs, torch.int8), (inputs // 2, torch.uint8))):
         codes, scales = new(2, width, dtype=dtype), new(2, inputs // group)
         for zeros in (None, new(2, inputs // group, dtype=torch.int16)):
             unpacked(codes, scales, torch.bfloat16, zeros)
@@ -287,7 +290,7 @@ def launch_all() -> None:
     for rank, several in itertools.product((1, 16, 32, 64, 128), (False, True)):
         launch_experts(rank, several=several)
     launch_draw()
-    for inputs in sorted({width for sizes in MODELS for width in (sizes.hidden, sizes.intermediate)}):
+    for inputs in (4096, 2880):  # groups of 128, and of 64: blocks are of their size, whatever the width
         launch_codes(inputs)
 
 
