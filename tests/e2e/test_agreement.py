@@ -12,6 +12,8 @@ import torch
 from tinker_local.types import EncodedTextChunk, ImageChunk, LoraConfig, ModelInput
 from tinker_local.types.sdk import to_sdk
 
+from tests.e2e.conftest import SdkDriver
+
 TOLERANCE = 0.5 if torch.cuda.is_available() else 1e-4
 FLAGS = {
     "attention": LoraConfig(rank=4, seed=1, train_mlp=False, train_unembed=False),
@@ -129,3 +131,21 @@ def test_sampled_logprobs_are_the_trainers(real_sdk: Any, picture: Any, base_mod
     divergence = float(np.mean(np.exp(log_ratio) - 1 - log_ratio))
     print(f"{base_model}: KL(sampler, trainer) {divergence:.1e}, largest difference {np.abs(log_ratio).max():.1e}")
     assert divergence < (0.02 if torch.cuda.is_available() else 1e-6)
+
+
+def agree_in_fewer_bits(url: str, whole: Any, picture: Any) -> None:
+    """That trainer and sampler of the tiny vision model at `url`, whose base has fewer bits, agree before and after
+    training, and that these bits move logprobs further from those of `whole` than rounding does."""
+    inputs, sdk = inputs_of("tiny/vision", picture), SdkDriver(url)
+    client = sdk.create("tiny/vision", LoraConfig(rank=8, seed=4))
+    base = sampler_logprobs(sdk.base_sampler("tiny/vision"), inputs)
+    before = difference(trainer_logprobs(client, inputs), base)
+    moved = difference(sampler_logprobs(whole.base_sampler("tiny/vision"), inputs), base)
+    train(client, inputs, 3)
+    trained = trainer_logprobs(client, inputs)
+    after = difference(trained, sampler_logprobs(client.save_weights_and_get_sampling_client(), inputs))
+    print(f"base {before:.1e}, trained {after:.1e}, moved by fewer bits {moved:.2f}")
+    assert before <= TOLERANCE
+    assert after <= TOLERANCE
+    assert moved > 10 * TOLERANCE
+    assert difference(trained, base) > 0.2

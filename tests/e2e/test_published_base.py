@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.tiny_models import make_tiny_text_model
-from tinker_local.types import LoraConfig, UnsupportedError
+from tinker_local.types import UnsupportedError
 
 from tests.conftest import Server, start_server
-from tests.e2e.conftest import SdkDriver
-from tests.e2e.test_agreement import TOLERANCE, difference, inputs_of, sampler_logprobs, train, trainer_logprobs
+from tests.e2e.test_agreement import agree_in_fewer_bits
 from tests.published_checkpoints import Method, fp8, gptq, publish
 
 METHODS: dict[str, Callable[[], Method]] = {"gptq": lambda: gptq(4, 32), "fp8": lambda: fp8((128, 128))}
@@ -31,19 +30,7 @@ def published_server(request: Any, tiny_models: dict[str, Path], tmp_path_factor
 @pytest.mark.more
 def test_trainer_and_sampler_agree_on_a_published_base(published_server: Any, real_sdk: Any, picture: Any) -> None:
     """And not with the base that it was made of: fewer bits move logprobs further than rounding."""
-    inputs, sdk = inputs_of("tiny/vision", picture), SdkDriver(published_server.url)
-    client = sdk.create("tiny/vision", LoraConfig(rank=8, seed=4))
-    base = sampler_logprobs(sdk.base_sampler("tiny/vision"), inputs)
-    before = difference(trainer_logprobs(client, inputs), base)
-    moved = difference(sampler_logprobs(real_sdk.base_sampler("tiny/vision"), inputs), base)
-    train(client, inputs, 3)
-    trained = trainer_logprobs(client, inputs)
-    after = difference(trained, sampler_logprobs(client.save_weights_and_get_sampling_client(), inputs))
-    print(f"base {before:.1e}, trained {after:.1e}, moved by fewer bits {moved:.2f}")
-    assert before <= TOLERANCE
-    assert after <= TOLERANCE
-    assert moved > 10 * TOLERANCE
-    assert difference(trained, base) > 0.2
+    agree_in_fewer_bits(published_server.url, real_sdk, picture)
 
 
 @pytest.mark.parametrize(

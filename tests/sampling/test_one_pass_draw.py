@@ -1,8 +1,5 @@
 """Tokens that are drawn in one pass: the kernel equals plain torch, and vLLM's sampler uses it where it may."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +8,7 @@ import pytest
 import torch
 from tinker_local.backend.vllm_engine.draw_tokens import FullVocabularyDraw
 
+from tests.interpreter import run_interpreted
 from tests.sampling import one_pass_cases
 
 
@@ -25,12 +23,7 @@ from tests.sampling import one_pass_cases
     "one-pass-logprob-unscaled", "one_pass_draw._draw", ".to(tl.float32) / temperature", ".to(tl.float32)"
 )
 def test_the_kernel_draws_as_plain_torch_does_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    cases = Path(__file__).with_name("one_pass_cases.py")
-    done = subprocess.run(
-        [sys.executable, str(cases)], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run_interpreted(Path(__file__).with_name("one_pass_cases.py"))
 
 
 @pytest.mark.gpu

@@ -1,24 +1,17 @@
 """The kernels that make matrices of few bits, or multiply by them as they are read, equal plain torch."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.interpreter import run_interpreted
 from tests.training import codes_cases
 
 
 @pytest.mark.more
 def test_kernels_of_packed_matrices_equal_plain_torch_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    cases = Path(__file__).with_name("codes_cases.py")
-    done = subprocess.run(
-        [sys.executable, str(cases)], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run_interpreted(Path(__file__).with_name("codes_cases.py"))
 
 
 @pytest.mark.gpu

@@ -3,12 +3,11 @@
 It simulates neither warps nor accesses outside the tensors; `test_training_on_gpu.py` runs the same cases on a GPU.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.interpreter import run_interpreted
 
 pytestmark = pytest.mark.more
 
@@ -26,9 +25,4 @@ pytestmark = pytest.mark.more
     "needed = found // tile_rows",
 )
 def test_triton_kernels_equal_plain_torch_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    cases = Path(__file__).with_name("kernel_cases.py")
-    done = subprocess.run(
-        [sys.executable, str(cases)], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run_interpreted(Path(__file__).with_name("kernel_cases.py"))
