@@ -3,11 +3,11 @@
     python benchmarks/one_copy.py --out benchmarks/results
     python benchmarks/one_copy.py --tiny                         # the same code on a CPU, without its memory
 
-A server with one copy starts alone, then one with two beside it; each says what the GPU had in use more when it was
-ready, and at the peak of training and sampling, contexts and KV cache included. Then both take turns under the official
-SDK: a step of training on sequences of 64 to 2,048 tokens, a save of weights up to the first token that is sampled with
-them, and samples of 256 tokens with that adapter. Random weights in the shape of Qwen3-8B, one adapter of rank 32,
-micro-batches of 4,096 tokens.
+A server with one copy starts alone, then one with two beside it, or with --two-first the other way round. Each says
+what the GPU had in use more when it was ready, and at the peak of training and sampling, contexts and KV cache
+included. Then both take turns under the official SDK: a step of training on sequences of 64 to 2,048 tokens, a save of
+weights up to the first token that is sampled with them, and samples of 256 tokens with that adapter. Random weights in
+the shape of Qwen3-8B, one adapter of rank 32, micro-batches of 4,096 tokens.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[L
     runs: dict[str, Run] = {}
     with contextlib.ExitStack() as stack:
         runner = stack.enter_context(asyncio.Runner())
-        for way, shared in WAYS.items():
+        for way, shared in reversed(WAYS.items()) if options.two_first else WAYS.items():
             before, name = UsedMemory.now(), way.replace(" ", "-")
             more = [*serve, "--shared-weights", shared]
             url = stack.enter_context(served(folder / f"data-{name}", *more, log=logs / f"serve-{name}.log"))
@@ -95,13 +95,14 @@ def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[L
             ("saves to a first token in 1000 s", 1000, "hand_over", SAVES),
             ("sampling, the SDK", sampled, "sample", 1),
         ):
-            ways = {way: getattr(run, method) for way, run in reversed(runs.items())}
+            ways = {way: getattr(run, method) for way, run in sorted(runs.items(), reverse=True)}
             yield from (Line(what, *found) for found in in_turns(ways, often * options.rounds, tokens))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="of each way")
+    parser.add_argument("--two-first", action="store_true", help="start the server with two copies first")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU")
     parser.add_argument("--out", type=Path, help="folder for dated files of the result")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Does a model run on a card with less memory than this one has? Another process takes all but GIB of the GPU.
+"""Does a model run on a card with less memory than this one has? Another process takes all but GIB of each GPU.
 
     python benchmarks/small_card.py --gib 23.5 --out benchmarks/results       # as much as a 3090 or 4090 has
     python benchmarks/small_card.py --gib 17 --shape 4b-vl --context 8192     # with pictures of 448 x 448
@@ -8,7 +8,7 @@
 `serve MODEL --max-context-length 7168 --max-rank 32`, nothing else, plans for what is free. Then SFT on the same eight
 sequences of 2,048 tokens, whose loss has to fall, and RL: sixteen samples of 128 tokens, a step on them with
 `importance_sampling`, again and again. A model with a tower has four pictures in each sequence of SFT, and one in
-each prompt. Says the plan's words, what the GPU has in use by the driver, contexts included, the losses, and how the
+each prompt. Says the plan's words, what the first GPU has in use by the driver, contexts included, the losses, and how the
 sampler's logprobs differ from the trainer's. Random weights.
 """
 
@@ -41,9 +41,11 @@ VISION = {name for name, (_, vision) in SHAPES.items() if vision}
 
 BALLAST = """
 import sys, torch
-torch.zeros(1, device="cuda")
-free, _ = torch.cuda.mem_get_info()
-kept = torch.empty(max(0, free - int(float(sys.argv[1]) * 2**30)), dtype=torch.uint8, device="cuda")
+kept = []
+for gpu in range(torch.cuda.device_count()):
+    torch.zeros(1, device=gpu)
+    free, _ = torch.cuda.mem_get_info(gpu)
+    kept.append(torch.empty(max(0, free - int(float(sys.argv[1]) * 2**30)), dtype=torch.uint8, device=gpu))
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -51,7 +53,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def ballast(gib: float) -> Iterator[None]:
-    """While open, `gib` GiB of the first GPU are free for others. Does nothing without a GPU."""
+    """While open, `gib` GiB of each GPU are free for others. Does nothing without a GPU."""
     if not machine.gpu():
         yield
         return
