@@ -8,8 +8,8 @@
 `serve MODEL --max-context-length 7168 --max-rank 32`, nothing else, plans for what is free. Then SFT on the same eight
 sequences of 2,048 tokens, whose loss has to fall, and RL: sixteen samples of 128 tokens, a step on them with
 `importance_sampling`, again and again. A model with a tower has four pictures in each sequence of SFT, and one in
-each prompt. Says the plan's words, what the first GPU has in use by the driver, contexts included, the losses, and how the
-sampler's logprobs differ from the trainer's. Random weights.
+each prompt. Says the plan's words, what the first GPU has in use by the driver, contexts included, the losses, and how
+the sampler's logprobs differ from the trainer's. Random weights.
 """
 
 import argparse
