@@ -26,8 +26,10 @@ def matrix(outputs: int, inputs: int, bits: Bits, device: str) -> tuple[torch.Te
 
 def plain(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, zeros: torch.Tensor | None) -> torch.Tensor:
     """The matrix, number by number: (code - zero) * scale in float64, which is exact, rounded once."""
-    if codes.dtype == torch.uint8:
-        codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1).to(torch.int16) - 8
+    if codes.dtype == torch.uint8:  # of each 32 numbers the first 16 in the low halves of 16 bytes
+        codes = (
+            torch.cat([part for each in codes.split(16, 1) for part in (each & 15, each >> 4)], 1).to(torch.int16) - 8
+        )
     group = codes.shape[1] // scales.shape[1]
     if zeros is not None:
         codes = codes.to(torch.int16) - zeros.repeat_interleave(group, 1)

@@ -269,7 +269,7 @@ def launch_codes(inputs: int) -> None:
         codes, scales = new(2, width, dtype=dtype), new(2, inputs // group)
         for zeros in (None, new(2, inputs // group, dtype=torch.int16)):
             unpacked(codes, scales, torch.bfloat16, zeros)
-            for rows in (1, 32, 64):
+            for rows in (1, 16, 32, 64):
                 times_few(new(rows, inputs), codes, scales, zeros)
 
 

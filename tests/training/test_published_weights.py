@@ -50,7 +50,7 @@ def by_hand(matrix: Packed) -> torch.Tensor:
     """In float64, number by number."""
     codes = matrix.codes
     if codes.dtype == torch.uint8:
-        codes = torch.stack([(codes & 15).int() - 8, (codes >> 4).int() - 8], -1).flatten(1)
+        codes = torch.cat([part.int() - 8 for each in codes.split(16, 1) for part in (each & 15, each >> 4)], 1)
     rows, inputs = codes.shape
     size = inputs // matrix.scales.shape[1]
     result = torch.zeros(rows, inputs, dtype=torch.float64)

@@ -11,6 +11,7 @@ product is exact with scales of 16 bits; with those of 32 it is rounded to float
 Legend: N rows, K numbers in a row, G groups in a row.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,11 @@ from tinker_local.backend.weights.precision import GROUPS, Bits, group_of
 
 _LARGEST = {8: 127, 4: 7}
 _OFFSET = 8
-"""Two codes of 4 bits are in one byte, the first in its low half, each with this added."""
+"""Codes of 4 bits have this added."""
+HALF = 16
+"""Two codes of 4 bits are in one byte, of numbers that lie so far apart: of each 32 of a row the first 16 are in the
+low halves of bytes, the others in the high ones. A kernel then reads and writes neighbours without an exchange between
+its threads."""
 _PIECE = 2**24
 """Numbers that are made in float32 at a time."""
 
@@ -59,8 +64,14 @@ def to_codes(weight: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tens
 
 def in_pairs(codes: torch.Tensor) -> torch.Tensor:
     """Integers from -8 to 7 [N, K] as uint8 [N, K/2]."""
-    pairs = (codes + _OFFSET).to(torch.uint8).view(len(codes), -1, 2)
-    return pairs[..., 0] | pairs[..., 1] << 4
+    rows, inputs = codes.shape
+    pairs = (codes + _OFFSET).to(torch.uint8).view(rows, -1, 2, _half_of(inputs))
+    return (pairs[:, :, 0] | pairs[:, :, 1] << 4).view(rows, inputs // 2)
+
+
+def _half_of(inputs: int) -> int:
+    """`HALF`, or less in rows of `inputs` numbers that it does not divide."""
+    return math.gcd(inputs // 2, HALF)
 
 
 def from_codes(
@@ -71,7 +82,7 @@ def from_codes(
     order: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The matrix [N, K] that the tensors of a `Packed` stand for, in `dtype`."""
-    if not _by_kernel(codes, dtype, order):
+    if not _by_kernel(codes, scales, dtype, order):
         return in_torch(codes, scales, dtype, zeros, order)
     from tinker_local.backend.weights.triton_codes import unpacked
 
@@ -80,19 +91,22 @@ def from_codes(
 
 def times(x: torch.Tensor, stored: Packed) -> torch.Tensor:
     """x W^T [M, N] for `x` [M, K] and the matrix W that is `stored`."""
-    groups = stored.scales.shape[1]
-    few = x.dim() == 2 and len(x) <= FEW and inputs_of(stored.codes) in {groups * size for size in GROUPS}
-    if not few or not _by_kernel(stored.codes, x.dtype, stored.order):
+    few = x.dim() == 2 and len(x) <= FEW
+    if not few or not _by_kernel(stored.codes, stored.scales, x.dtype, stored.order):
         return torch.nn.functional.linear(x, stored.numbers(x.dtype))
     from tinker_local.backend.weights.triton_codes import times_few
 
     return times_few(x, stored.codes, stored.scales, stored.zeros)
 
 
-def _by_kernel(codes: torch.Tensor, dtype: torch.dtype, order: torch.Tensor | None) -> bool:
+def _by_kernel(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, order: torch.Tensor | None) -> bool:
     """Whether `triton_codes.py` has it. A compiler makes kernels of what is in torch."""
+    if not codes.is_cuda or torch.compiler.is_compiling() or dtype == torch.float64:
+        return False
+    from tinker_local.backend.weights.triton_codes import is_for_kernels
+
     integers = codes.dtype in (torch.int8, torch.uint8) and order is None
-    return codes.is_cuda and integers and dtype != torch.float64 and not torch.compiler.is_compiling()
+    return integers and is_for_kernels(inputs_of(codes), scales.shape[1])
 
 
 def in_torch(
@@ -130,11 +144,13 @@ def _in(dtype: torch.dtype, codes: torch.Tensor) -> torch.Tensor:
     """New [N, K] in `dtype` of what `codes` are without scales."""
     if codes.dtype != torch.uint8:
         return codes.to(dtype)
-    numbers = torch.empty(*codes.shape, 2, dtype=dtype, device=codes.device)
-    numbers[..., 0] = codes & 15
-    numbers[..., 1] = codes >> 4
+    rows, inputs = len(codes), inputs_of(codes)
+    pairs = codes.view(rows, -1, _half_of(inputs))
+    numbers = torch.empty(*pairs.shape[:2], 2, pairs.shape[2], dtype=dtype, device=codes.device)
+    numbers[:, :, 0] = pairs & 15
+    numbers[:, :, 1] = pairs >> 4
     numbers -= _OFFSET
-    return numbers.view(len(codes), -1)
+    return numbers.view(rows, inputs)
 
 
 def inputs_of(codes: torch.Tensor) -> int:
