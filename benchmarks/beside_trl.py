@@ -27,6 +27,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -65,6 +66,7 @@ def arguments() -> argparse.Namespace:
         default=ROOT / "runs" / "beside_trl",
         help="folder for TRL's environment, logs and adapters",
     )
+    parser.add_argument("--serve", default="", metavar="OPTIONS", help="of our server, such as '--base-precision int4'")
     parser.add_argument("--plot", type=Path, help="draw the curves here")
     parser.add_argument("--trl-python", type=Path, metavar="PYTHON", help="one that has TRL; none is made then")
     options = parser.parse_args()
@@ -215,11 +217,12 @@ class Server:
 
 @contextlib.contextmanager
 def served(model: Path, options: argparse.Namespace) -> Iterator[Server]:
-    """A server of the model with its defaults."""
+    """A server of the model with its defaults, and what `--serve` says."""
     log = options.work / "server.txt"
     with tempfile.TemporaryDirectory() as data:
         command = [sys.executable, "-m", "tinker_local.backend.cli.main", "serve", "--port", "0", "--data-dir", data]
         command += ["--model", f"{model.name}={model}", *(["--kv-cache", "0.25"] if options.tiny else [])]
+        command += shlex.split(options.serve)
         began = time.monotonic()
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment_of(options, ours=True)
@@ -337,7 +340,8 @@ def main() -> None:
                 same_data(rows)
                 with results.open("a") as file:
                     file.write(json.dumps(rows[-1]) + "\n")
-    table.write_text(beside.text(rows, [*rows[-1]["machine"], f"TRL {TRL}; {model.name}, {options.device}"]))
+    what = f"TRL {TRL}; {model.name}, {options.device} {options.serve}".rstrip()
+    table.write_text(beside.text(rows, [*rows[-1]["machine"], what]))
     print(table.read_text())
     if options.plot:
         beside.draw(rows, options.plot)

@@ -72,11 +72,12 @@ class Run:
 
         return self._seconds(first_token())
 
-    def sample(self, turn: int) -> float:
-        """All requests at once."""
+    def sample(self, turn: int, scale: Scale | None = None) -> float:
+        """All requests of `scale` at once; by default of that of the run."""
+        scale = scale or self._scale
 
         async def samples() -> None:
-            prompts, tokens = prompts_of(self._scale, turn), self._scale.output_tokens
+            prompts, tokens = prompts_of(scale, turn), scale.output_tokens
             drawn = await asyncio.gather(*(self._way.sample(self._sampler, prompt, tokens) for prompt in prompts))
             if set(drawn) != {tokens}:
                 raise RuntimeError(f"{min(drawn)} tokens were sampled, not {tokens}")
