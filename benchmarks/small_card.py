@@ -164,11 +164,13 @@ def work_of(options: argparse.Namespace, model: Path) -> Work:
 
 
 def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[str]:
-    write_model(options, folder, logs)
-    work = work_of(options, folder / "model")
+    model = options.model or folder / "model"
+    if options.model is None:
+        write_model(options, folder, logs)
+    work = work_of(options, model)
     with ballast(options.gib):
         before, began = UsedMemory.now(), time.monotonic()
-        serve = ["--model", f"{MODEL}={folder / 'model'}", "--max-rank", str(options.rank)]
+        serve = ["--model", f"{MODEL}={model}", "--max-rank", str(options.rank)]
         serve += ["--base-precision", options.base_precision] if options.base_precision else []
         serve += ["--kv-cache", "0.25"] if options.tiny else ["--max-context-length", str(options.context)]
         log_file = logs / "serve.log"
@@ -192,13 +194,18 @@ def main() -> int:
     parser.add_argument("--gib", type=float, required=True, help="that are left free")
     parser.add_argument("--context", type=int, default=7168, help="in positions; the plan for 23.5 GiB takes no more")
     parser.add_argument("--shape", choices=[*SHAPES, *FAMILIES], default="8b", help="of the model")
+    parser.add_argument("--model", type=Path, help="a folder, instead of a shape's random weights")
     parser.add_argument("--rank", type=int, default=32, help="of the adapter, and --max-rank")
     parser.add_argument("--base-precision", choices=("int8", "int4"), help="of the server; by default bfloat16")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU")
     parser.add_argument("--out", type=Path, help="folder for a dated file of the result")
     options = parser.parse_args()
     os.environ.update(processes.environment())
-    lines = [*machine.describe(), f"{options.shape} {options.base_precision or ''}, {options.gib} GiB free", ""]
+    lines = [
+        *machine.describe(),
+        f"{options.model or options.shape} {options.base_precision or ''}, {options.gib} GiB free",
+        "",
+    ]
     print(*lines, sep="\n", flush=True)
     with tempfile.TemporaryDirectory(dir=None if options.tiny else room_for_models()) as folder:
         logs = (options.out or Path(folder)) / "small-card-logs"
