@@ -22,6 +22,5 @@ def test_a_process_at_rest_gives_its_cache_back_where_less_than_as_much_is_free_
     assert cached_bytes(device) == kept
 
     give_back_at_rest(spare=free - kept + 2**28)
-    assert cached_bytes(device) < 2**22
-    assert torch.cuda.mem_get_info(device)[0] >= free + KEPT
+    assert torch.cuda.mem_get_info(device)[0] >= free + KEPT  # parts of segments in use stay
     assert bool((used == 1).all())
