@@ -45,7 +45,7 @@ def by_search(groups: np.ndarray) -> np.ndarray:
     largest = np.where(high > -low, high, low)
     found = np.full(len(groups), np.inf)
     for divisor in DIVISORS:
-        scales = bfloat16((largest / -divisor).astype(np.float32))
+        scales = bfloat16(largest.astype(np.float32) * np.float32(-1 / divisor))
         apart = (scales[..., None] * LEVELS - groups[..., None]) ** 2
         found = np.minimum(found, apart.min(-1).sum(-1))
     return found
