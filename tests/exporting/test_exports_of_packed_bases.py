@@ -52,8 +52,8 @@ def test_an_export_names_the_bits_of_the_base_and_how_far_it_is_from_it(tuned: M
         in card
     )
     assert (
-        f"; on a base in 4 bits (int4-curved), where it was trained, the trainer's are {apart.max():.2g} nats from these "
-        f"at most, {apart.mean():.2g} on average"
+        f"; on a base in 4 bits (int4-curved), where it was trained, the trainer's are {apart.max():.2g} nats from "
+        f"these at most, {apart.mean():.2g} on average"
     ) in card
     assert "first weights" not in card
     [warning] = [each for each in exported.warnings if "4 bits" in each]

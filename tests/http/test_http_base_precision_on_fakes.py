@@ -72,8 +72,9 @@ async def test_a_checkpoint_says_in_how_many_bits_its_base_was_on_fakes(start_ap
         (
             "int4",
             None,
-            "was trained on a base in 4 bits (int4-curved), and this server has a dense base, to whose gradients the state "
-            "of its optimizer does not belong: serve the model with --base-precision int4, or load the weights alone",
+            "was trained on a base in 4 bits (int4-curved), and this server has a dense base, to whose gradients the "
+            "state of its optimizer does not belong: serve the model "
+            "with --base-precision int4, or load the weights alone",
         ),
         (
             None,

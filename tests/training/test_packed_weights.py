@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tinker_local.backend.weights import codes
 from tinker_local.backend.weights.codes import Packed, to_codes
 from tinker_local.backend.weights.dense import DenseMatrix
 from tinker_local.backend.weights.packed import (
@@ -31,8 +32,8 @@ def integers(stored: Packed) -> torch.Tensor:
     """What codes stand for without scales, int64 [N, K]."""
     if stored.codes.dtype == torch.int8:
         return stored.codes.long()
-    codes = torch.stack([stored.codes & 15, stored.codes >> 4], -1).flatten(1).long() - 8
-    return codes * (10 + codes.abs())
+    steps = torch.stack([stored.codes & 15, stored.codes >> 4], -1).flatten(1).long() - 8
+    return steps * (10 + steps.abs())
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -85,8 +86,13 @@ def test_what_is_not_a_number_stays_none(bits: Bits, poison: float) -> None:
 def test_pieces_of_a_matrix_that_is_rounded_are_those_of_the_whole(bits: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = numbers(7, 96)
     whole = to_codes(weight, bits)
-    monkeypatch.setattr("tinker_local.backend.weights.codes._PIECE_TO_ROUND", {"cpu": 2 * 96 + 1})
+    monkeypatch.setattr(codes, "_PIECE_TO_ROUND", {"cpu": 2 * 96 + 1})
+    seen = []
+    name = "_rounded" if bits == 8 else "round_curved"
+    original = getattr(codes, name)
+    monkeypatch.setattr(codes, name, lambda groups: (seen.append(groups.numel()), original(groups))[1])
     found = to_codes(weight, bits)
+    assert seen == [2 * 96] * 3 + [96]  # so that little memory is needed besides it
     assert torch.equal(found.codes, whole.codes)
     assert torch.equal(found.scales, whole.scales)
 

@@ -57,22 +57,18 @@ def to_codes(weight: torch.Tensor, bits: Bits) -> Packed:
     if (size := group_of(inputs, bits)) is None:
         raise ValueError(f"rows of {inputs} numbers cannot be divided into groups of {', '.join(map(str, GROUPS))}")
     place = weight.device
-    codes = torch.empty(rows, inputs, dtype=torch.int8, device=place) if bits == 8 else None
-    pairs = torch.empty(rows, inputs // 2, dtype=torch.uint8, device=place) if bits == 4 else None
+    width, dtype = (inputs, torch.int8) if bits == 8 else (inputs // 2, torch.uint8)
+    codes = torch.empty(rows, width, dtype=dtype, device=place)
     scales = torch.empty(rows, inputs // size, dtype=torch.bfloat16, device=place)
     step = max(1, _PIECE_TO_ROUND.get(place.type, _PIECE) // inputs)
     for start in range(0, rows, step):
         piece = slice(start, start + step)
-        groups = weight.detach()[piece].float().view(-1, size)
-        if codes is not None:
-            found, of_groups = _rounded(groups)
-            codes[piece] = found.view(-1, inputs)
-        else:
-            assert pairs is not None
-            found, of_groups = round_curved(groups)
-            pairs[piece] = in_pairs(found.view(-1, inputs))
+        groups = weight.detach()[piece].float().reshape(-1, size)
+        found, of_groups = _rounded(groups) if bits == 8 else round_curved(groups)
+        found = found.view(-1, inputs)
+        codes[piece] = found if bits == 8 else in_pairs(found)
         scales[piece] = of_groups.view(-1, inputs // size)
-    return Packed(codes, scales) if codes is not None else Packed(pairs, scales, curved=True)
+    return Packed(codes, scales, curved=bits == 4)
 
 
 def _rounded(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
