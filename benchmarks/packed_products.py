@@ -39,14 +39,20 @@ def ways(rows: int, bits: str, shapes: list[tuple[int, int]], device: str, dtype
     given = [torch.randn(rows, inputs, device=device, dtype=dtype) for _, inputs in shapes]
     found: Ways = {
         "16 bits": lambda: [x @ w.T for x, w in zip(given, dense, strict=True)],
-        "torch": lambda: [x @ in_torch(*w, dtype).T for x, w in zip(given, packed, strict=True)],
+        "torch": lambda: [
+            x @ in_torch(w.codes, w.scales, dtype, curved=w.curved).T for x, w in zip(given, packed, strict=True)
+        ],
     }
     if device == "cuda":
         from tinker_local.backend.weights.triton_codes import times_few, unpacked
 
-        found["one pass"] = lambda: [x @ unpacked(*w, dtype).T for x, w in zip(given, packed, strict=True)]
+        found["one pass"] = lambda: [
+            x @ unpacked(w.codes, w.scales, dtype, curved=w.curved).T for x, w in zip(given, packed, strict=True)
+        ]
         if rows <= FEW:
-            found["few rows"] = lambda: [times_few(x, *w) for x, w in zip(given, packed, strict=True)]
+            found["few rows"] = lambda: [
+                times_few(x, w.codes, w.scales, curved=w.curved) for x, w in zip(given, packed, strict=True)
+            ]
     return found
 
 

@@ -137,7 +137,25 @@ def _text(part: Mapping[str, Any], sizes: Mapping[str, Any]) -> list[str]:
     lines += ["", "### Matrices", ""]
     rows = [[base, *(f"{part['matrices'][base][of]:.4f}" for of in ("all", "largest", "normal"))] for base in BASES[1:]]
     lines += table(["", "error of all, by norm", "of the worst matrix", "of normal numbers in these shapes"], rows)
-    lines += [f"Groups of {' and '.join(map(str, part['groups']))}.", ""]
+    groups = (f"of {' and '.join(map(str, part['groups'][base]))} in {base}" for base in BASES[1:])
+    lines += [f"Groups {', '.join(groups)}.", "", "### Ways to round in 4 bits", ""]
+    rows = [
+        [
+            each["name"],
+            f"{each['bits']:g}",
+            "another" if each["shuffled"] else "theirs",
+            f"{each['error']:.4f}",
+            f"{each['nats']:+.4f}",
+            f"{each['kl']:.4f}",
+        ]
+        for each in part["roundings"]
+    ]
+    lines += table(["", "bits", "order of columns", "error, by norm", "nats, less dense", "KL(dense, it)"], rows)
+    lines += [
+        "Matrices with their columns in another order have the same function, and other groups: none is one that a "
+        "file in fewer bits had before. NF4 is emulated, as bitsandbytes loads it without double quantization.",
+        "",
+    ]
     return lines
 
 

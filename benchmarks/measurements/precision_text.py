@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from harness.precision_tables import BASES, texts
-from tinker_local.backend.weights.codes import from_codes, to_codes
+from tinker_local.backend.weights.codes import to_codes
 from tinker_local.backend.weights.packed import pack_layers, packable_modules
 from tinker_local.backend.weights.precision import BITS, group_of
+
+from measurements import roundings
 
 Model = Any
 """Of transformers, with its decoder as `model`."""
@@ -100,8 +102,12 @@ def of_texts(models: dict[str, Model], found: dict[str, list[torch.Tensor]]) -> 
 
 def error(weight: torch.Tensor, base: str) -> tuple[float, float]:
     """Squared norms of what rounding `weight` changes, and of it."""
-    codes, scales = to_codes(weight, BITS[base])
-    return float((from_codes(codes, scales, torch.float32) - weight).square().sum()), float(weight.square().sum())
+    return lost(to_codes(weight, BITS[base]).numbers(torch.float32), weight), float(weight.square().sum())
+
+
+def lost(rounded: torch.Tensor, weight: torch.Tensor) -> float:
+    """The squared norm of what rounding changes."""
+    return float((rounded - weight).square().sum())
 
 
 def of_matrices(model: Model) -> dict[str, dict[str, float]]:
@@ -121,6 +127,33 @@ def of_matrices(model: Model) -> dict[str, dict[str, float]]:
             "normal": math.sqrt(sum(a for a, _ in normal) / sum(b for _, b in normal)),
         }
     return found
+
+
+@torch.no_grad()
+def rounding_rows(model: Model, found: Sequence[torch.Tensor]) -> Iterator[dict[str, Any]]:
+    """A row for each way to round in 4 bits, with the columns of the matrices as they are and in another order, which
+    changes nothing but what is in a group. Changes `model`, and leaves it as it was."""
+    modules = [module for _, module in packable_modules(model.model)]
+    weights = [module.weight.clone() for module in modules]
+    dense = [log_probabilities(model, ids) for ids in found]
+    size = float(sum(weight.square().sum() for weight in weights))
+    for name, (bits, rounded) in roundings.WAYS.items():
+        for shuffled in (False, True):
+            for module, weight in zip(modules, weights, strict=True):
+                module.weight.copy_(roundings.shuffled(rounded, weight) if shuffled else rounded(weight))
+            error = sum(lost(module.weight, weight) for module, weight in zip(modules, weights, strict=True))
+            rows = [log_probabilities(model, ids) for ids in found]
+            pairs = list(zip(dense, rows, found, strict=True))
+            yield {
+                "name": name,
+                "bits": bits,
+                "shuffled": shuffled,
+                "error": math.sqrt(error / size),
+                "nats": float(np.mean([nats(other, ids) - nats(one, ids) for one, other, ids in pairs])),
+                "kl": float(torch.cat([divergence(one, other) for one, other, _ in pairs]).mean()),
+            }
+    for module, weight in zip(modules, weights, strict=True):
+        module.weight.copy_(weight)
 
 
 @torch.no_grad()
@@ -191,11 +224,13 @@ def _apart(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 def measure_text(settings: dict[str, Any]) -> dict[str, Any]:
     path = settings["model"]
     models = {base: packed(load(path), base) for base in BASES}
-    groups = {group_of(module.in_features) for _, module in packable_modules(models["dense"].model)}
+    found = windows(path, settings, settings["windows"])
+    inputs = {module.in_features for _, module in packable_modules(models["dense"].model)}
     return {
-        **of_texts(models, windows(path, settings, settings["windows"])),
+        **of_texts(models, found),
         "matrices": of_matrices(models["dense"]),
-        "groups": sorted(groups),
+        "groups": {base: sorted({group_of(each, BITS[base]) or 0 for each in inputs}) for base in BASES[1:]},
+        "roundings": list(rounding_rows(models["dense"], [ids for each in found.values() for ids in each])),
     }
 
 

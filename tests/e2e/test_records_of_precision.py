@@ -34,7 +34,7 @@ def test_an_adapter_of_a_packed_base_goes_on_where_its_base_is_and_says_so_elsew
     server = start_server(tmp_path / "data", *model)
     sdk = SdkDriver(server.url)
     with pytest.raises(
-        tinker.TinkerError, match=r"trained on a base in 4 bits \(int4\).* dense base.* --base-precision int4"
+        tinker.TinkerError, match=r"trained on a base in 4 bits \(int4-curved\).* dense base.* --base-precision int4"
     ):
         sdk.resume(path, optimizer=True).result()
     client = sdk.resume(path, optimizer=False).result()
@@ -46,11 +46,11 @@ def test_an_adapter_of_a_packed_base_goes_on_where_its_base_is_and_says_so_elsew
     listed = {
         each.tinker_path: each for each in sdk.service.create_rest_client().list_user_checkpoints().result().checkpoints
     }
-    assert (listed[later].user_metadata or {})["tinker_local.began_on"] == "int4"
+    assert (listed[later].user_metadata or {})["tinker_local.began_on"] == "int4-curved"
     raw = httpx.get(f"{server.url}/api/v1/checkpoints").json()["checkpoints"]
-    assert {each["tinker_path"] for each in raw if each.get("base_precision") == "int4"} == {path, sampler_path}
+    assert {each["tinker_path"] for each in raw if each.get("base_precision") == "int4-curved"} == {path, sampler_path}
     server.stop()
-    notice = f"samples: {sampler_path} was trained on a base in 4 bits (int4), and this server has a dense base"
+    notice = f"samples: {sampler_path} was trained on a base in 4 bits (int4-curved), and this server has a dense base"
     assert [line for line in server.lines if notice in line]
 
     server = start_server(tmp_path / "data", *model, "--base-precision", "int4")
@@ -62,7 +62,7 @@ def test_an_adapter_of_a_packed_base_goes_on_where_its_base_is_and_says_so_elsew
     out = tmp_path / "merged"
     command = [sys.executable, "-m", "tinker_local.backend.cli.main", "export", path, str(out), "--to", "merged"]
     done = subprocess.run([*command, "--data-dir", tmp_path / "data"], capture_output=True, text=True, check=True)
-    assert "warning: the adapter was trained on a base in 4 bits (int4)" in done.stderr
+    assert "warning: the adapter was trained on a base in 4 bits (int4-curved)" in done.stderr
     card = (out / "README.md").read_text()
-    assert "- trained on a base in 4 bits (int4, groups of " in card
-    assert "on a base in 4 bits (int4), where it was trained, the trainer's are " in card
+    assert "- trained on a base in 4 bits (int4-curved, groups of 32)" in card
+    assert "on a base in 4 bits (int4-curved), where it was trained, the trainer's are " in card

@@ -31,7 +31,7 @@ def described(tuned: Tuned, folder: Path, **fields: Any) -> Path:
 @pytest.mark.parametrize("to", ["merged", "peft"])
 def test_an_export_names_the_bits_of_the_base_and_how_far_it_is_from_it(tuned: Make, tmp_path: Path, to: Any) -> None:
     trained = tuned("qwen3")
-    checkpoint = described(trained, tmp_path / "c", base_precision="int4")
+    checkpoint = described(trained, tmp_path / "c", base_precision="int4-curved")
     exported = export_checkpoint(checkpoint, tmp_path / "o", to=to, base=str(trained.model))
     base = find_base(str(trained.model), "")
     adapter = read_trained(find_checkpoint(str(checkpoint), tmp_path), base)
@@ -48,16 +48,29 @@ def test_an_export_names_the_bits_of_the_base_and_how_far_it_is_from_it(tuned: M
     assert (base.config.hidden_size, base.config.intermediate_size) == (64, 128)
     does = "was merged into" if to == "merged" else "is for"
     assert (
-        f"- trained on a base in 4 bits (int4, groups of 128 and 64): it learned beside that rounding, and {does}"
+        f"- trained on a base in 4 bits (int4-curved, groups of 32): it learned beside that rounding, and {does}"
         in card
     )
     assert (
-        f"; on a base in 4 bits (int4), where it was trained, the trainer's are {apart.max():.2g} nats from these at "
-        f"most, {apart.mean():.2g} on average"
+        f"; on a base in 4 bits (int4-curved), where it was trained, the trainer's are {apart.max():.2g} nats from "
+        f"these at most, {apart.mean():.2g} on average"
     ) in card
     assert "first weights" not in card
     [warning] = [each for each in exported.warnings if "4 bits" in each]
     assert "measure it before you rely on it" in warning
+
+
+def test_an_export_names_a_base_that_no_server_makes_now(tuned: Make, tmp_path: Path) -> None:
+    """In 4 bits of even steps. How far the trainer was there cannot be measured."""
+    trained = tuned("qwen3")
+    checkpoint = described(trained, tmp_path / "c", base_precision="int4")
+    exported = export_checkpoint(checkpoint, tmp_path / "o", to="peft", base=str(trained.model))
+    card = (tmp_path / "o" / "README.md").read_text()
+    told = "a base in 4 bits of even steps (int4), as earlier servers made it"
+    assert f"- trained on {told}: it learned beside that rounding, and is for the base" in card
+    assert "where it was trained" not in card
+    [warning] = [each for each in exported.warnings if "4 bits" in each]
+    assert warning.startswith(f"the adapter was trained on {told}, and this is")
 
 
 def test_an_export_names_the_base_on_which_its_first_weights_were_trained(tuned: Make, tmp_path: Path) -> None:

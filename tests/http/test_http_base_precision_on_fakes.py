@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tinker_local.backend.storage.names import safe_segment
 from tinker_local.backend.storage.store import DATABASE
+from tinker_local.backend.weights.precision import word_of
 from tinker_local.types import NotFoundError
 
 from tests.http.conftest import Api, StartApi, close_api
@@ -54,12 +55,12 @@ async def test_a_checkpoint_says_in_how_many_bits_its_base_was_on_fakes(start_ap
     """A dense one as before: without a field."""
     packed = await start_api(base_precision="int4")
     path = await trained(packed, kind)
-    assert [each["base_precision"] for each in await shown(packed, path)] == ["int4"] * 5
+    assert [each["base_precision"] for each in await shown(packed, path)] == ["int4-curved"] * 5
     models = (await packed.get("get_server_capabilities")).json()["supported_models"]
-    assert [each["base_precision"] for each in models] == ["int4"]
+    assert [each["base_precision"] for each in models] == ["int4-curved"]
     await close_api(packed)
     dense = await start_api()
-    assert [each["base_precision"] for each in await shown(dense, path)] == ["int4"] * 5
+    assert [each["base_precision"] for each in await shown(dense, path)] == ["int4-curved"] * 5
     own = await trained(dense, kind)
     assert not [each for each in await shown(dense, own) if "base_precision" in each]
     assert "base_precision" not in (await dense.get("get_server_capabilities")).text
@@ -71,8 +72,9 @@ async def test_a_checkpoint_says_in_how_many_bits_its_base_was_on_fakes(start_ap
         (
             "int4",
             None,
-            "was trained on a base in 4 bits (int4), and this server has a dense base, to whose gradients the state of "
-            "its optimizer does not belong: serve the model with --base-precision int4, or load the weights alone",
+            "was trained on a base in 4 bits (int4-curved), and this server has a dense base, to whose gradients the "
+            "state of its optimizer does not belong: serve the model "
+            "with --base-precision int4, or load the weights alone",
         ),
         (
             None,
@@ -113,12 +115,12 @@ async def test_training_with_its_optimizer_on_another_precision_is_refused_on_fa
     for number, run in ((1, alone), (2, other)):
         saved = await api.save(run, number, "later", user_metadata={"of": "mine"})
         [one, *_] = await shown(api, saved)
-        assert one["user_metadata"] == {"of": "mine", BEGAN: before or "dense"}
-        assert one.get("base_precision") == after
+        assert one["user_metadata"] == {"of": "mine", BEGAN: word_of(before) or "dense"}
+        assert one.get("base_precision") == word_of(after)
         # What is trained here goes on here, with its optimizer, and does not forget where it began.
         again = (await api.result(await load(api, saved, optimizer=True)))["model_id"]
         [one, *_] = await shown(api, await api.save(again, 1, "last"))
-        assert one["user_metadata"] == {BEGAN: before or "dense"}
+        assert one["user_metadata"] == {BEGAN: word_of(before) or "dense"}
 
 
 async def test_runs_go_on_where_the_precision_is_theirs_on_fakes(
@@ -156,7 +158,7 @@ async def test_samples_on_another_precision_are_said_once_on_fakes(
                 assert (await api.result(await api.sample(sampler, number))).sequences
             assert (await api.result(await api.sample(await api.base_sampler(), 0))).sequences
         assert said(caplog) == [
-            f"samples: {path} was trained on a base in 4 bits (int4), and this server has a dense base"
+            f"samples: {path} was trained on a base in 4 bits (int4-curved), and this server has a dense base"
         ]
         await close_api(api)
 
@@ -176,6 +178,43 @@ async def test_copies_and_checkpoints_without_a_record_keep_the_precision_on_fak
     api = await start_api()
     for each in (path, copy):
         assert [one["base_precision"] for one in await shown(api, each)] == ["int8"] * 5
+
+
+async def test_4_bits_of_even_steps_are_another_base_on_fakes(
+    start_api: StartApi, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Earlier servers made such bases, and recorded them as `int4`."""
+    api = await start_api(base_precision="int4")
+    path, sampler = await trained(api), await trained(api, "sampler_weights")
+    data = Path(api.backend.options.data_dir)
+    await close_api(api)
+    lose_database(data)
+    for file in (data / "checkpoints").glob("*/*/*/checkpoint.json"):
+        file.write_text(file.read_text().replace('"int4-curved"', '"int4"'))
+    api = await start_api(base_precision="int4")
+    for each in (path, sampler):
+        assert [one["base_precision"] for one in await shown(api, each)] == ["int4"] * 5
+    answer = await api.post(
+        "load_weights", {"session_id": await api.session(), "model_seq_id": 0, "path": path, "optimizer": True}
+    )
+    assert answer.status_code == 400
+    notice = (
+        "was trained on a base in 4 bits of even steps (int4), as earlier servers made it, and this server has a base "
+        "in 4 bits (int4-curved)"
+    )
+    assert answer.json()["detail"].startswith(
+        f"path: {path} {notice}, to whose gradients the state of its optimizer does not belong: serve the model with "
+        "--base-precision int4 of the version that made it, or load the weights alone"
+    )
+    with caplog.at_level(logging.WARNING):
+        model = (await api.result(await load(api, path, optimizer=False)))["model_id"]
+        body = {"session_id": await api.session(), "sampling_session_seq_id": 0, "model_path": sampler}
+        created = (await api.ok("create_sampling_session", body))["sampling_session_id"]
+        assert (await api.result(await api.sample(created, 0))).sequences
+    assert said(caplog) == [f"run {model}: {path} {notice}", f"samples: {sampler} {notice}"]
+    [one, *_] = await shown(api, await api.save(model, 1, "later"))
+    assert one["user_metadata"] == {BEGAN: "int4"}
+    assert one["base_precision"] == "int4-curved"
 
 
 async def test_a_description_without_the_precision_is_of_a_dense_base_on_fakes(start_api: StartApi) -> None:

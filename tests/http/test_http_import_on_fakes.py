@@ -119,11 +119,11 @@ async def test_an_adapter_on_a_packed_base_is_told_to_be_from_elsewhere_on_fakes
     api = await start_api(base_precision="int4")
     _, folder = await trained(api)
     told = (await send(api, archive(folder), name="imported")).json()
-    note = "it was trained elsewhere, and this server has a base in 4 bits (int4)"
+    note = "it was trained elsewhere, and this server has a base in 4 bits (int4-curved)"
     assert told["notes"] == [note]
     for path in (told["path"], told["sampler_path"]):
         record = await api.backend.checkpoints.get(path)
-        assert record.base_precision == "int4"
+        assert record.base_precision == "int4-curved"
         assert record.user_metadata == {"import": note, "tinker_local.began_on": "elsewhere"}
 
 

@@ -10,22 +10,35 @@ import torch
 from tinker_local.backend.weights.codes import in_torch, to_codes
 from tinker_local.backend.weights.precision import BITS, Bits
 
+Matrix = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool]
+"""Codes, scales, zero points, and whether codes are curved."""
 
-def matrix(outputs: int, inputs: int, bits: Bits, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scales and zero points of random numbers whose rows differ in size, some of them 0. On a CPU scales are
-    powers of two, since the interpreter cuts numbers off where they are rounded to bfloat16."""
+
+def matrices(outputs: int, inputs: int, bits: Bits, device: str) -> list[Matrix]:
+    """Without zero points and with some; of 4 bits, curved ones, too. Of random numbers whose rows differ in size, some
+    of them 0. On a CPU scales are powers of two, since the interpreter cuts numbers off where they are rounded to
+    bfloat16."""
     generator = torch.Generator().manual_seed(outputs + inputs)
     weight = torch.randn(outputs, inputs, generator=generator) * torch.logspace(-6, 3, outputs)[:, None]
     weight[0] = 0.0
-    codes, scales = to_codes(weight, bits)
+    stored = to_codes(weight, bits)
+    codes, scales = stored.codes, stored.scales
     zeros = torch.randint(-8, 8, scales.shape, dtype=torch.int16, generator=generator)
     if device == "cpu":
-        codes, scales = codes.clamp(-100, 100) if bits == 8 else codes, scales.float().log2().round().exp2().bfloat16()
-    return codes.to(device), scales.to(device), zeros.to(device)
+        codes, scales = (
+            codes.clamp(-100, 100) if bits == 8 else codes,
+            (scales.float().abs().log2().round().exp2() * scales.sign()).bfloat16(),
+        )
+    codes, scales, zeros = codes.to(device), scales.to(device), zeros.to(device)
+    curved = [(codes, scales, None, True)] if bits == 4 else []
+    return [(codes, scales, None, False), (codes, scales, zeros, False), *curved]
 
 
-def plain(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, zeros: torch.Tensor | None) -> torch.Tensor:
-    """The matrix, number by number: (code - zero) * scale in float64, which is exact, rounded once."""
+def plain(
+    codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, zeros: torch.Tensor | None, *, curved: bool
+) -> torch.Tensor:
+    """The matrix, number by number: what a code stands for less its zero point, times scale, in float64, which is
+    exact, rounded once."""
     if codes.dtype == torch.uint8:  # of each 32 numbers the first 16 in the low halves of 16 bytes
         codes = (
             torch.cat([part for each in codes.split(16, 1) for part in (each & 15, each >> 4)], 1).to(torch.int16) - 8
@@ -33,6 +46,8 @@ def plain(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, zeros: 
     group = codes.shape[1] // scales.shape[1]
     if zeros is not None:
         codes = codes.to(torch.int16) - zeros.repeat_interleave(group, 1)
+    if curved:
+        codes = codes.to(torch.int16) * (10 + codes.abs())
     return (codes.double() * scales.double().repeat_interleave(group, 1)).to(dtype)
 
 
@@ -40,11 +55,10 @@ def check_unpacked(device: str, outputs: int, inputs: int, bits: Bits, dtype: to
     """To the bit, by the kernel and by torch."""
     from tinker_local.backend.weights.triton_codes import unpacked
 
-    codes, scales, some = matrix(outputs, inputs, bits, device)
-    for zeros in (None, some):
-        expected = plain(codes, scales, dtype, zeros)
-        assert torch.equal(unpacked(codes, scales, dtype, zeros), expected)
-        assert torch.equal(in_torch(codes, scales, dtype, zeros), expected)
+    for codes, scales, zeros, curved in matrices(outputs, inputs, bits, device):
+        expected = plain(codes, scales, dtype, zeros, curved=curved)
+        assert torch.equal(unpacked(codes, scales, dtype, zeros, curved=curved), expected)
+        assert torch.equal(in_torch(codes, scales, dtype, zeros, curved=curved), expected)
 
 
 def check_product(device: str, rows: int, outputs: int, inputs: int, bits: Bits) -> None:
@@ -53,21 +67,20 @@ def check_product(device: str, rows: int, outputs: int, inputs: int, bits: Bits)
     from tinker_local.backend.weights.triton_codes import times_few
 
     dtype = torch.float32 if device == "cpu" else torch.bfloat16  # the interpreter has no products of bfloat16
-    codes, scales, some = matrix(outputs, inputs, bits, device)
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, inputs + 8, generator=generator).to(device, dtype)[:, :inputs]
-    for zeros in (None, some):
-        weight = plain(codes, scales, dtype, zeros)
-        found = times_few(x, codes, scales, zeros)
+    for codes, scales, zeros, curved in matrices(outputs, inputs, bits, device):
+        weight = plain(codes, scales, dtype, zeros, curved=curved)
+        found = times_few(x, codes, scales, zeros, curved=curved)
         assert found.dtype == dtype
         assert found.shape == (rows, outputs)
         exact, size = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
         # A sum of K products in float32 in any order, then one rounding to `dtype`.
         allowed = size * inputs * 2.0**-24 + exact.abs() * torch.finfo(dtype).eps
         assert bool(((found.double() - exact).abs() <= allowed).all())
-        assert torch.equal(times_few(x.clone(), codes, scales, zeros), found)
+        assert torch.equal(times_few(x.clone(), codes, scales, zeros, curved=curved), found)
         first = torch.eye(inputs, device=device, dtype=dtype)[:rows]
-        assert torch.equal(times_few(first, codes, scales, zeros), weight[:, :rows].T)
+        assert torch.equal(times_few(first, codes, scales, zeros, curved=curved), weight[:, :rows].T)
 
 
 def check_all(device: str, shapes: tuple[tuple[int, int, int], ...]) -> None:

@@ -263,7 +263,7 @@ def launch_draw() -> None:
 
 def launch_codes(inputs: int) -> None:
     """A matrix of 8 and of 4 bits, whole and in products with few rows."""
-    largest = group_of(inputs)
+    largest = group_of(inputs, 8)
     assert largest is not None
     for group, (width, dtype) in itertools.product((largest, 32), ((inputs, torch.int8), (inputs // 2, torch.uint8))):
         codes, scales = new(2, width, dtype=dtype), new(2, inputs // group)
@@ -271,6 +271,10 @@ def launch_codes(inputs: int) -> None:
             unpacked(codes, scales, torch.bfloat16, zeros)
             for rows in (1, 16, 32, 64):
                 times_few(new(rows, inputs), codes, scales, zeros)
+        if dtype == torch.uint8:
+            unpacked(codes, scales, torch.bfloat16, curved=True)
+            for rows in (1, 32, 64):
+                times_few(new(rows, inputs), codes, scales, curved=True)
 
 
 def launch_each_once() -> None:

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from tinker_local.backend.weights.codes import from_codes, to_codes
+from tinker_local.backend.weights import codes
+from tinker_local.backend.weights.codes import Packed, to_codes
 from tinker_local.backend.weights.dense import DenseMatrix
 from tinker_local.backend.weights.packed import (
     PackedLinear,
@@ -13,9 +14,10 @@ from tinker_local.backend.weights.packed import (
     packable_modules,
     packed,
 )
-from tinker_local.backend.weights.precision import Bits, Packable, group_of
+from tinker_local.backend.weights.precision import BITS, Bits, Packable, group_of
 
-LARGEST = {8: 127, 4: 7}
+SIZES = {8: {32: 32, 96: 32, 192: 64, 256: 128}, 4: dict.fromkeys((32, 96, 192, 256), 32)}
+"""Of groups, by bits and numbers in a row."""
 
 
 def numbers(rows: int, inputs: int, seed: int = 0) -> torch.Tensor:
@@ -26,43 +28,73 @@ def numbers(rows: int, inputs: int, seed: int = 0) -> torch.Tensor:
     return made
 
 
-def by_hand(weight: np.ndarray, bits: Bits, size: int) -> np.ndarray:
-    """What is stored of `weight`, number by number."""
-    result = np.zeros_like(weight)
-    for row in range(weight.shape[0]):
-        for start in range(0, weight.shape[1], size):
-            group = weight[row, start : start + size]
-            scale = float(torch.tensor(np.abs(group).max() / np.float32(LARGEST[bits])).bfloat16())
-            codes = np.clip(np.rint(group / np.float32(scale or 1.0)), -LARGEST[bits], LARGEST[bits])
-            result[row, start : start + size] = codes * scale
-    return result
+def integers(stored: Packed) -> torch.Tensor:
+    """What codes stand for without scales, int64 [N, K]."""
+    if stored.codes.dtype == torch.int8:
+        return stored.codes.long()
+    steps = torch.stack([stored.codes & 15, stored.codes >> 4], -1).flatten(1).long() - 8
+    return steps * (10 + steps.abs())
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("inputs", [32, 96, 192, 256])
-def test_each_number_is_a_code_times_the_scale_of_its_group(bits: Bits, inputs: int) -> None:
+def test_each_number_is_what_its_code_stands_for_times_the_scale_of_its_group(bits: Bits, inputs: int) -> None:
     weight = numbers(5, inputs)
-    codes, scales = to_codes(weight, bits)
-    size = group_of(inputs)
-    assert size == {32: 32, 96: 32, 192: 64, 256: 128}[inputs]
-    assert codes.nbytes == weight.numel() * bits // 8
-    assert scales.shape == (5, inputs // size)
-    found = from_codes(codes, scales, torch.float32)
-    assert np.array_equal(found.numpy(), by_hand(weight.numpy(), bits, size))
-    assert torch.equal(from_codes(codes, scales, torch.float64), found.double())
-    assert torch.equal(from_codes(codes, scales, torch.bfloat16), found.bfloat16())
+    stored = to_codes(weight, bits)
+    size = group_of(inputs, bits)
+    assert size == SIZES[bits][inputs]
+    assert stored.codes.nbytes == weight.numel() * bits // 8
+    assert stored.scales.shape == (5, inputs // size)
+    exact = integers(stored) * stored.scales.double().repeat_interleave(size, 1)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        assert torch.equal(stored.numbers(dtype), exact.to(dtype))
+    assert torch.equal(exact.float().double(), exact)  # the product is exact there
+    assert not exact[2, :32].any()
+
+
+@pytest.mark.parametrize("inputs", [96, 256])
+def test_codes_of_8_bits_are_the_nearest(inputs: int) -> None:
+    weight, size = numbers(5, inputs), SIZES[8][inputs]
+    groups = weight.view(-1, size)
+    scales = (groups.abs().amax(1) / np.float32(127)).bfloat16().float()
+    scales[scales == 0] = 1
+    expected = (groups / scales[:, None]).round().clamp(-127, 127) * scales[:, None]
+    assert torch.equal(to_codes(weight, 8).numbers(torch.float32), expected.view(weight.shape))
 
 
 def test_rows_that_no_group_divides_are_refused() -> None:
-    assert group_of(48) is None
+    assert group_of(48, 8) is None
+    assert group_of(48, 4) is None
     with pytest.raises(ValueError, match=r"^rows of 48 numbers cannot be divided into groups of 128, 64, 32$"):
         to_codes(torch.ones(2, 48), 8)
 
 
-def test_what_is_not_a_number_stays_none() -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_a_number_stays_none(bits: Bits, poison: float) -> None:
     weight = numbers(4, 64)
-    weight[3, 5] = torch.nan
-    assert not to_codes(weight, 4)[1].isfinite().all()
+    expected = to_codes(weight, bits)
+    weight[3, 5] = poison
+    found = to_codes(weight, bits)
+    assert not found.scales[3, 0].isfinite()
+    assert torch.equal(
+        found.scales.flatten()[: -1 if bits == 8 else -2], expected.scales.flatten()[: -1 if bits == 8 else -2]
+    )
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_pieces_of_a_matrix_that_is_rounded_are_those_of_the_whole(bits: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = numbers(7, 96)
+    whole = to_codes(weight, bits)
+    monkeypatch.setattr(codes, "_PIECE_TO_ROUND", {"cpu": 2 * 96 + 1})
+    seen = []
+    name = "_rounded" if bits == 8 else "round_curved"
+    original = getattr(codes, name)
+    monkeypatch.setattr(codes, name, lambda groups: (seen.append(groups.numel()), original(groups))[1])
+    found = to_codes(weight, bits)
+    assert seen == [2 * 96] * 3 + [96]  # so that little memory is needed besides it
+    assert torch.equal(found.codes, whole.codes)
+    assert torch.equal(found.scales, whole.scales)
 
 
 def linears() -> list[torch.nn.Linear]:
@@ -126,8 +158,11 @@ def test_projections_of_layers_are_packed(path: str, inputs: int, expected: bool
 
 def test_what_can_be_packed_is_counted() -> None:
     """By the modules that are packed: of other architectures some, or none, have these names."""
-    assert Packable.of([(24, 64), (8, 96)]) == Packable(24 * 64 + 8 * 96, 24 + 8 * 3, 24 * 64)
-    assert Packable(2 * 24 * 64, 48, 24 * 64).bytes(4) == 2 * (24 * 32 + 24 * 2)
+    found = Packable.of([(24, 64), (8, 96)])
+    assert found == Packable(24 * 64 + 8 * 96, {8: 24 + 8 * 3, 4: 24 * 2 + 8 * 3}, 24 * 64)
+    for bits in BITS.values():
+        packed = [to_codes(torch.ones(shape), bits) for shape in ((24, 64), (8, 96))]
+        assert found.bytes(bits) == sum(each.codes.nbytes + each.scales.nbytes for each in packed)
     assert Packable.of([]) is None
     layer = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"down_proj": linears()[0], "c_fc": linears()[1]})})
     decoder = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])})

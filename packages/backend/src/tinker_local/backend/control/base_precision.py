@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.storage.records import BEGAN_ON, ELSEWHERE, CheckpointRecord
-from tinker_local.backend.weights.precision import BITS, DENSE, base_in
+from tinker_local.backend.weights.precision import DENSE, EVEN, base_in, option_of
 from tinker_local.types import InvalidRequestError
 
 
@@ -25,11 +25,13 @@ def refuse_other_precision(record: CheckpointRecord, base: ServedModel) -> None:
 
 def _served(wanted: str | None, have: str | None) -> str:
     """How a base in `wanted` is served, in words, where one in `have` is."""
-    if wanted in BITS:
-        return f"with --base-precision {wanted}"
+    if (precision := option_of(wanted)) is not None:
+        return f"with --base-precision {precision}"
+    if wanted == EVEN:
+        return f"with --base-precision {EVEN} of the version that made it"
     if wanted is not None:
         return f"from the files in {wanted}"
-    return "without --base-precision" if have in BITS else "from files that are not quantized"
+    return "without --base-precision" if option_of(have) is not None else "from files that are not quantized"
 
 
 def other_precision(record: CheckpointRecord, base: ServedModel) -> str | None:

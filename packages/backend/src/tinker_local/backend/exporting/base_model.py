@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tinker_local.backend.families import family_of
 from tinker_local.backend.families.family import Family
 from tinker_local.backend.weights.joined_names import EXPERTS_GATE_UP
+from tinker_local.backend.weights.precision import Bits, group_of
 from tinker_local.backend.weights.published import Published, forget_quantization, published_of
 from tinker_local.types import InvalidRequestError, NotFoundError
 
@@ -56,14 +57,12 @@ class BaseModel:
 
         return "float32" if self.config.dtype in (None, torch.float32, torch.float64) else "bfloat16"
 
-    @cached_property
-    def groups(self) -> tuple[int, ...]:
+    def groups(self, bits: Bits) -> tuple[int, ...]:
         """How many numbers of a row share a scale where a server packs this model: the sizes, largest first."""
         from tinker_local.backend.weights.packed import packable_modules
-        from tinker_local.backend.weights.precision import group_of
 
         decoder = self.model.get_submodule(self.family.decoder_path)
-        sizes = {group_of(module.in_features) for _, module in packable_modules(decoder)}
+        sizes = {group_of(module.in_features, bits) for _, module in packable_modules(decoder)}
         return tuple(sorted((size for size in sizes if size), reverse=True))
 
     def target_modules(self, paths: Sequence[str]) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from tinker_local.backend.exporting.base_model import BaseModel
 from tinker_local.backend.exporting.peft_folder import vllm_rank
 from tinker_local.backend.exporting.trained import Trained
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
-from tinker_local.backend.weights.precision import BITS, DENSE, base_in
+from tinker_local.backend.weights.precision import DENSE, base_in, option_of
 from tinker_local.backend.weights.published import WEIGHTS
 from tinker_local.types import InternalError, InvalidRequestError
 
@@ -290,14 +290,14 @@ def check_by_vllm(folder: Path, trained: Trained, device: str) -> Checked:
 def _moved(trained: Trained, device: str, prompts: Sequence[Sequence[RenderedInput]], ours: Logprobs) -> str:
     """How far `ours` are from the trainer's logprobs on the packed base on which the adapter was trained, in words;
     empty if that was dense."""
-    precision = trained.source.base_precision
-    if precision not in BITS or trained.base.published is not None:
+    precision = option_of(word := trained.source.base_precision)
+    if precision is None or trained.base.published is not None:
         return ""
     packed = Reference(trained, device, precision)
     apart = np.abs(np.concatenate([packed.logprobs(each)[0] for each in prompts]) - ours)
     packed.close()
     return (
-        f"; on {base_in(precision)}, where it was trained, the trainer's are {apart.max():.2g} nats from these at "
+        f"; on {base_in(word)}, where it was trained, the trainer's are {apart.max():.2g} nats from these at "
         f"most, {apart.mean():.2g} on average"
     )
 

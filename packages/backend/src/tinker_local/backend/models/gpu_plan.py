@@ -11,12 +11,12 @@ start if a step may have more sequences than there are blocks.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tinker_local.backend.options import MICRO_BATCH_TOKENS, Precision
 from tinker_local.backend.sampling.sampler import RESERVED
 from tinker_local.backend.training.run.block_memory import CUDA_LOGITS, attention_widths, exchange_bytes
-from tinker_local.backend.weights.precision import BITS, Packable
+from tinker_local.backend.weights.precision import BITS, Bits, Packable
 
 if TYPE_CHECKING:
     from tinker_local.backend.training.run.block_memory import TowerSizes
@@ -69,7 +69,7 @@ class ModelSizes:
     linear: int = 0
     state_bytes: int = 0
     packable: Packable | None = None
-    packed_bits: int = 0
+    packed_bits: Bits | Literal[0] = 0
     tower: "TowerSizes | None" = None
 
     @property

@@ -51,7 +51,7 @@ from tinker_local.backend.training.trainer_config import TRAINERS_IMAGES, Traine
 from tinker_local.backend.weight_files import read_ahead
 from tinker_local.backend.weights.joined_names import PROJECTIONS
 from tinker_local.backend.weights.memory_holder import MemoryHolder
-from tinker_local.backend.weights.precision import DENSE
+from tinker_local.backend.weights.precision import DENSE, word_of
 from tinker_local.backend.weights.published import WEIGHTS, published_of
 from tinker_local.types import UnsupportedError
 from tinker_local.types.pictures import MAX_PIXELS
@@ -619,7 +619,7 @@ def _load_real(
         wanted_context=min(options.max_context_length or longest, longest),
         stages=stages,
         holder=holder,
-        base_precision=options.base_precision or (None if published is None else published.word),
+        base_precision=word_of(options.base_precision) or (None if published is None else published.word),
     )
 
 
@@ -756,7 +756,7 @@ def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
         text=FakeText(model),
         no_grammars=SWITCHED_OFF if options.grammars == "never" else "",
         tools=FakeTools(),
-        base_precision=options.base_precision,
+        base_precision=word_of(options.base_precision),
     )
 
 

@@ -98,8 +98,8 @@ class CheckpointRecord:
     loaded although its files are whole; empty if it can, None if an older server wrote it and it was not examined yet.
     `save_number`: its place among all saves of the data folder, from 1 on; 0 if it has none yet. Of two checkpoints,
     the one with the greater number is newer, whatever the machine's clock has said. `base_precision`: in what the base
-    model was while it was trained: "int8", "int4" or a published checkpoint's `word`; None: dense, or an older server
-    did not record it.
+    model was while it was trained: one of `precision.WORDS`, `precision.EVEN` or a published checkpoint's `word`; None:
+    dense, or an older server did not record it.
     """
 
     training_run_id: str

@@ -94,7 +94,8 @@ def register() -> None:
             """They stay as they are."""
 
         def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-            product = times(x, Packed(layer.qweight, layer.scales, layer.zeros, layer.order))
+            curved = self._layout.curved
+            product = times(x, Packed(layer.qweight, layer.scales, layer.zeros, layer.order, curved))
             return product if bias is None else product + bias
 
     class PackedConfig(QuantizationConfig):

@@ -1,12 +1,13 @@
 """Matrices in 8 or 4 bits: a code for each number, and a scale for each group of numbers in a row.
 
-A number is code * scale, rounded once to the dtype of activations: codes have 8 bits at most and scales the 8 of
-bfloat16, so that their product is exact in float32. vLLM's weight-only kernels (Marlin, Triton, of CPUs) compute the
-same for groups. Both engines multiply by these numbers and by no others.
+A number is what its code stands for, times scale, rounded once to the dtype of activations. A code of 8 bits stands for
+itself, one of 4 bits for code * (BEND + |code|) (`round_curved.py`): both have 8 bits at most, and scales the 8 of
+bfloat16, so that their product is exact in float32. Both engines multiply by these numbers and by no others.
 
-Published checkpoints (`published.py`) have more: scales of 11 or 24 bits, zero points, codes that are numbers of 8
-bits, columns in another order. Such a number is (code - zero) * scale in float32, rounded once to the dtype. That
-product is exact with scales of 16 bits; with those of 32 it is rounded to float32 first, as transformers does, too.
+Published checkpoints (`published.py`) have codes of 4 bits that stand for themselves, as in vLLM's weight-only kernels
+(Marlin, Triton, of CPUs), and more: scales of 11 or 24 bits, zero points, codes that are numbers of 8 bits, columns in
+another order. Such a number is (code - zero) * scale in float32, rounded once to the dtype. That product is exact with
+scales of 16 bits; with those of 32 it is rounded to float32 first, as transformers does, too.
 
 Legend: N rows, K numbers in a row, G groups in a row.
 """
@@ -16,8 +17,10 @@ from dataclasses import dataclass
 
 import torch
 from tinker_local.backend.weights.precision import GROUPS, Bits, group_of
+from tinker_local.backend.weights.round_curved import BEND, round_curved
 
-_LARGEST = {8: 127, 4: 7}
+_LARGEST = 127
+"""Code of 8 bits."""
 _OFFSET = 8
 """Codes of 4 bits have this added."""
 HALF = 16
@@ -26,6 +29,8 @@ low halves of bytes, the others in the high ones. A kernel then reads and writes
 its threads."""
 _PIECE = 2**24
 """Numbers that are made in float32 at a time."""
+_PIECE_TO_ROUND = {"cpu": 2**17}
+"""Numbers that are rounded at a time, some ten times: on a processor as many as its caches hold, else `_PIECE`."""
 
 FEW = 64
 """Rows of activations up to which a kernel multiplies by a matrix as it reads its codes."""
@@ -34,32 +39,49 @@ FEW = 64
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
     """A matrix [N, K]: `codes` int8 or float8_e4m3fn [N, K], or uint8 [N, K/2] for 4 bits; `scales` [N, G]; `zeros`
-    int16 [N, G], of the same offset as codes; `order` int32 [K], the group of each column."""
+    int16 [N, G], of the same offset as codes; `order` int32 [K], the group of each column; `curved`: whether a code
+    stands for code * (BEND + |code|), which those with zeros or in 8 bits never do."""
 
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
     order: torch.Tensor | None = None
+    curved: bool = False
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix [N, K] in `dtype`."""
-        return from_codes(self.codes, self.scales, dtype, self.zeros, self.order)
+        return from_codes(self.codes, self.scales, dtype, self.zeros, self.order, curved=self.curved)
 
 
-def to_codes(weight: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of `weight` [N, K], rounded to nearest: int8 [N, K], or uint8 [N, K/2] for 4 bits; bfloat16
-    [N, G]. ValueError if no size of a group divides K."""
+def to_codes(weight: torch.Tensor, bits: Bits) -> Packed:
+    """`weight` [N, K] with codes int8 [N, K] rounded to nearest, or uint8 [N, K/2] for 4 bits as `round_curved` finds
+    them; scales bfloat16 [N, G]. ValueError if no size of a group divides K.
+
+    Equal weights have equal codes at each start on a kind of device, and those of 4 bits on all devices."""
     rows, inputs = weight.shape
-    if (size := group_of(inputs)) is None:
+    if (size := group_of(inputs, bits)) is None:
         raise ValueError(f"rows of {inputs} numbers cannot be divided into groups of {', '.join(map(str, GROUPS))}")
-    groups = weight.detach().float().view(rows, inputs // size, size)
-    scales = (groups.abs().amax(-1) / _LARGEST[bits]).bfloat16()
+    place = weight.device
+    width, dtype = (inputs, torch.int8) if bits == 8 else (inputs // 2, torch.uint8)
+    codes = torch.empty(rows, width, dtype=dtype, device=place)
+    scales = torch.empty(rows, inputs // size, dtype=torch.bfloat16, device=place)
+    step = max(1, _PIECE_TO_ROUND.get(place.type, _PIECE) // inputs)
+    for start in range(0, rows, step):
+        piece = slice(start, start + step)
+        groups = weight.detach()[piece].float().reshape(-1, size)
+        found, of_groups = _rounded(groups) if bits == 8 else round_curved(groups)
+        found = found.view(-1, inputs)
+        codes[piece] = found if bits == 8 else in_pairs(found)
+        scales[piece] = of_groups.view(-1, inputs // size)
+    return Packed(codes, scales, curved=bits == 4)
+
+
+def _rounded(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of 8 bits and scales of `groups` float32 [n, size], rounded to nearest."""
+    scales = (groups.abs().amax(-1) / _LARGEST).bfloat16()
     scales[scales == 0] = 1.0
-    codes = (groups / scales.float().unsqueeze(-1)).round_().clamp_(-_LARGEST[bits], _LARGEST[bits])
-    codes = codes.nan_to_num_().to(torch.int8).view(rows, inputs)  # a scale that is not a number is found as one
-    if bits == 8:
-        return codes, scales
-    return in_pairs(codes), scales
+    codes = (groups / scales.float().unsqueeze(-1)).round_().clamp_(-_LARGEST, _LARGEST)
+    return codes.nan_to_num_().to(torch.int8), scales  # a scale that is not a number is found as one
 
 
 def in_pairs(codes: torch.Tensor) -> torch.Tensor:
@@ -80,13 +102,15 @@ def from_codes(
     dtype: torch.dtype,
     zeros: torch.Tensor | None = None,
     order: torch.Tensor | None = None,
+    *,
+    curved: bool = False,
 ) -> torch.Tensor:
     """The matrix [N, K] that the tensors of a `Packed` stand for, in `dtype`."""
     if not _by_kernel(codes, scales, dtype, order):
-        return in_torch(codes, scales, dtype, zeros, order)
+        return in_torch(codes, scales, dtype, zeros, order, curved=curved)
     from tinker_local.backend.weights.triton_codes import unpacked
 
-    return unpacked(codes, scales, dtype, zeros)
+    return unpacked(codes, scales, dtype, zeros, curved=curved)
 
 
 def times(x: torch.Tensor, stored: Packed) -> torch.Tensor:
@@ -96,7 +120,7 @@ def times(x: torch.Tensor, stored: Packed) -> torch.Tensor:
         return torch.nn.functional.linear(x, stored.numbers(x.dtype))
     from tinker_local.backend.weights.triton_codes import times_few
 
-    return times_few(x, stored.codes, stored.scales, stored.zeros)
+    return times_few(x, stored.codes, stored.scales, stored.zeros, curved=stored.curved)
 
 
 def _by_kernel(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, order: torch.Tensor | None) -> bool:
@@ -115,18 +139,20 @@ def in_torch(
     dtype: torch.dtype,
     zeros: torch.Tensor | None = None,
     order: torch.Tensor | None = None,
+    *,
+    curved: bool = False,
 ) -> torch.Tensor:
     """What `from_codes` returns, by torch's operations."""
     rows, inputs = len(codes), inputs_of(codes)
     if scales.dtype == torch.bfloat16 and zeros is None and order is None:  # exact in `dtype` before the product
-        weight = _in(dtype, codes).view(rows, scales.shape[1], -1)
+        weight = _in(dtype, codes, curved=curved).view(rows, scales.shape[1], -1)
         return weight.mul_(scales.to(dtype).unsqueeze(-1)).view(rows, inputs)
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     result = torch.empty(rows, inputs, dtype=dtype, device=codes.device)
     step = max(1, _PIECE // inputs)
     for start in range(0, rows, step):
         piece = slice(start, start + step)
-        numbers = _in(precise, codes[piece])
+        numbers = _in(precise, codes[piece], curved=curved)
         grouped = numbers if order is not None else numbers.view(len(numbers), scales.shape[1], -1)
         if zeros is not None:
             grouped -= _of_each(zeros[piece], order)
@@ -140,8 +166,8 @@ def _of_each(groups: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
     return groups.unsqueeze(-1) if order is None else groups.index_select(1, order)
 
 
-def _in(dtype: torch.dtype, codes: torch.Tensor) -> torch.Tensor:
-    """New [N, K] in `dtype` of what `codes` are without scales."""
+def _in(dtype: torch.dtype, codes: torch.Tensor, *, curved: bool) -> torch.Tensor:
+    """New [N, K] in `dtype` of what `codes` stand for without scales."""
     if codes.dtype != torch.uint8:
         return codes.to(dtype)
     rows, inputs = len(codes), inputs_of(codes)
@@ -150,6 +176,8 @@ def _in(dtype: torch.dtype, codes: torch.Tensor) -> torch.Tensor:
     numbers[:, :, 0] = pairs & 15
     numbers[:, :, 1] = pairs >> 4
     numbers -= _OFFSET
+    if curved:
+        numbers *= numbers.abs().add_(BEND)
     return numbers.view(rows, inputs)
 
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tinker_local.backend.weights.precision import GROUPS
+from tinker_local.backend.weights.precision import GROUPS, Bits
 
 Codes = Literal["int8", "int4", "float8"]
 Scales = Literal["float16", "bfloat16", "float32"]
 
-BITS_OF: Mapping[Codes, int] = {"int8": 8, "int4": 4, "float8": 8}
+BITS_OF: Mapping[Codes, Bits] = {"int8": 8, "int4": 4, "float8": 8}
 """Bits of a code."""
 
 
@@ -19,16 +19,18 @@ BITS_OF: Mapping[Codes, int] = {"int8": 8, "int4": 4, "float8": 8}
 class Layout:
     """`codes`: integers, or numbers of 8 bits (float8_e4m3fn). `scales`: their dtype. `group`: how many numbers of a
     row share a scale; None: all of them. `zeros`: whether a group has a zero point, which is subtracted from its codes.
-    `order`: whether each column names its group; else groups are columns side by side."""
+    `order`: whether each column names its group; else groups are columns side by side. `curved`: as of
+    `codes.Packed`."""
 
     codes: Codes
     scales: Scales = "bfloat16"
     group: int | None = GROUPS[0]
     zeros: bool = False
     order: bool = False
+    curved: bool = False
 
     @property
-    def bits(self) -> int:
+    def bits(self) -> Bits:
         return BITS_OF[self.codes]
 
     @property
@@ -44,5 +46,5 @@ class Layout:
         return -(-inputs // self.group) if self.order else inputs // math.gcd(self.group, inputs)
 
 
-OWN: Mapping[str, Layout] = {"int8": Layout("int8"), "int4": Layout("int4")}
+OWN: Mapping[str, Layout] = {"int8": Layout("int8"), "int4": Layout("int4", group=GROUPS[-1], curved=True)}
 """What `codes.to_codes` makes, by the names of `options.Precision`."""

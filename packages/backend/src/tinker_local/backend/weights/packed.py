@@ -2,7 +2,7 @@
 multiplied by."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from tinker_local.backend.weights.codes import Packed, inputs_of, to_codes
 from tinker_local.backend.weights.dense import concatenated, dense
 from tinker_local.backend.weights.frozen_matrix import FrozenMatrix
 from tinker_local.backend.weights.joined_names import is_projection
-from tinker_local.backend.weights.precision import BITS, Bits, group_of
+from tinker_local.backend.weights.precision import BITS, Bits, has_groups
 
 CODES, SCALES, ZEROS, ORDER = "qweight", "scales", "zeros", "order"
 """Parameters in place of `weight`; the last two where a published checkpoint has them. vLLM's adapters know a matrix of
@@ -25,7 +25,7 @@ _FIELDS = {CODES: "codes", SCALES: "scales", ZEROS: "zeros", ORDER: "order"}
 def is_packed(path: str, inputs: int) -> bool:
     """Whether the Linear module at `path`, of transformers or of vLLM, is packed where its model is: a projection of a
     decoder's layer whose rows can be divided into groups. The caller keeps towers out."""
-    return is_projection(path) and group_of(inputs) is not None
+    return is_projection(path) and has_groups(inputs)
 
 
 def dense_name(name: str) -> str:
@@ -36,7 +36,7 @@ def dense_name(name: str) -> str:
 
 def tensors_of(module: Any) -> Packed:
     """What a packed module, of this project or of vLLM, has."""
-    return Packed(module.qweight, module.scales, module.zeros, module.order)
+    return Packed(module.qweight, module.scales, module.zeros, module.order, module.curved)
 
 
 class PackedLinear(torch.nn.Linear):
@@ -49,14 +49,15 @@ class PackedLinear(torch.nn.Linear):
         for name in (*MATRICES, ORDER):
             tensor = getattr(stored, _FIELDS[name])
             self.register_parameter(name, None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False))
-        self.bias = linear.bias
+        self.bias, self.curved = linear.bias, stored.curved
         self._dtype = linear.weight.dtype
 
     @staticmethod
     def rounded(linear: torch.nn.Linear, bits: Bits, device: torch.device | None = None) -> "PackedLinear":
         """Packs the matrix of `linear`, on `device` if that is quicker, and leaves the result where the matrix is."""
         found = to_codes(linear.weight.to(device), bits)
-        return PackedLinear(linear, Packed(*(each.to(linear.weight.device) for each in found)))
+        codes, scales = (each.to(linear.weight.device) for each in (found.codes, found.scales))
+        return PackedLinear(linear, replace(found, codes=codes, scales=scales))
 
     @property
     def weight(self) -> torch.Tensor:
@@ -138,14 +139,14 @@ def packed(modules: Sequence[torch.nn.Linear]) -> FrozenMatrix:
         for name, matrix in joined.items():
             setattr(part, name, torch.nn.Parameter(matrix[rows], requires_grad=False))
         start += part.out_features
-    order = tensors_of(parts[0]).order  # of all of them, as `load_published.py` has seen
-    whole = Packed(joined[CODES], joined[SCALES], joined.get(ZEROS), None if order is None else order.detach())
-    return PackedMatrix(whole, parts[0].matrix().dtype)
+    first = parts[0].matrix()  # its order is that of all of them, as `load_published.py` has seen
+    whole = replace(first.stored, codes=joined[CODES], scales=joined[SCALES], zeros=joined.get(ZEROS))
+    return PackedMatrix(whole, first.dtype)
 
 
 def _detached(stored: Packed) -> Packed:
     zeros, order = (None if each is None else each.detach() for each in (stored.zeros, stored.order))
-    return Packed(stored.codes.detach(), stored.scales.detach(), zeros, order)
+    return replace(stored, codes=stored.codes.detach(), scales=stored.scales.detach(), zeros=zeros, order=order)
 
 
 def packable_modules(decoder: torch.nn.Module) -> list[tuple[str, torch.nn.Linear]]:

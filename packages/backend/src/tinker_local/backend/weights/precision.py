@@ -9,47 +9,79 @@ Bits = Literal[8, 4]
 BITS: Mapping[str, Bits] = {"int8": 8, "int4": 4}
 """By the names of `options.Precision`, which are kinds of frozen matrices."""
 
+WORDS: Mapping[str, str] = {"int8": "int8", "int4": "int4-curved"}
+"""What records call a base that has the precision of this name. Another word for other numbers: an adapter belongs to
+those beside which it learned."""
+
+EVEN = "int4"
+"""What records of earlier servers call 4 bits whose codes had even steps. No server makes them now."""
+
 DENSE = "dense"
 """What a base of no fewer bits than its dtype is called, as a kind of frozen matrix is."""
 
 GROUPS = (128, 64, 32)
 """How many numbers of a row may share a scale. Narrow models have rows that 128 does not divide."""
 
+_LARGEST_GROUP: Mapping[Bits, int] = {8: 128, 4: 32}
+"""By the bits of codes. 4 bits leave errors that smaller groups make smaller; in 8 bits they hardly show."""
 
-def base_in(precision: str | None) -> str:
-    """A base model in `precision`, in words."""
-    if precision is None:
+
+def word_of(precision: str | None) -> str | None:
+    """How records call a base in `precision`, an option; None: dense."""
+    return None if precision is None else WORDS[precision]
+
+
+def option_of(word: str | None) -> str | None:
+    """The option that makes the base that records call `word`; None if there is none: it was dense, a published
+    checkpoint, or in bits that no server makes now."""
+    return next((precision for precision, each in WORDS.items() if each == word), None)
+
+
+def base_in(word: str | None) -> str:
+    """A base model, in words, that records call `word`."""
+    if word is None:
         return "a dense base"
-    return f"a base in {BITS[precision]} bits ({precision})" if precision in BITS else f"a base in {precision}"
+    if word == EVEN:
+        return f"a base in 4 bits of even steps ({EVEN}), as earlier servers made it"
+    precision = option_of(word)
+    return f"a base in {word}" if precision is None else f"a base in {BITS[precision]} bits ({word})"
 
 
-def group_of(inputs: int) -> int | None:
-    """How many numbers of a row of `inputs` share a scale: the largest of `GROUPS` that divides it; None: none does."""
-    return next((size for size in GROUPS if inputs % size == 0), None)
+def group_of(inputs: int, bits: Bits) -> int | None:
+    """How many numbers of a row of `inputs` share a scale where codes have `bits`: the largest of `GROUPS` that may be
+    and divides it; None: none does."""
+    return next((size for size in GROUPS if size <= _LARGEST_GROUP[bits] and inputs % size == 0), None)
+
+
+def has_groups(inputs: int) -> bool:
+    """Whether rows of `inputs` numbers can be divided into groups, with any bits."""
+    return inputs % GROUPS[-1] == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Packable:
-    """What of a model can be in fewer bits. `numbers` in its matrices, `scales` of their groups; `largest`: numbers of
-    the largest matrix, two of which one may be joined; `scale_bytes`: of a group's scale, and zero point if it has
-    one."""
+    """What of a model can be in fewer bits. `numbers` in its matrices; `scales` of their groups, by the bits of codes;
+    `largest`: numbers of the largest matrix, two of which one may be joined; `scale_bytes`: of a group's scale, and
+    zero point if it has one."""
 
     numbers: int
-    scales: int
+    scales: Mapping[Bits, int]
     largest: int
     scale_bytes: int = 2
 
     @staticmethod
     def of(matrices: Iterable[tuple[int, int]]) -> "Packable | None":
         """`matrices`: [out, in] of each. None if there are none, or one cannot be divided into groups."""
-        numbers = scales = largest = 0
+        numbers = largest = 0
+        scales = dict.fromkeys(BITS.values(), 0)
         for outputs, inputs in matrices:
-            if (group := group_of(inputs)) is None:
-                return None
-            numbers, scales = numbers + outputs * inputs, scales + outputs * inputs // group
-            largest = max(largest, outputs * inputs)
+            for bits in scales:
+                if (group := group_of(inputs, bits)) is None:
+                    return None
+                scales[bits] += outputs * inputs // group
+            numbers, largest = numbers + outputs * inputs, max(largest, outputs * inputs)
         return Packable(numbers, scales, largest) if numbers else None
 
-    def bytes(self, bits: int) -> int:
+    def bytes(self, bits: Bits) -> int:
         """Of codes of `bits` and all scales."""
-        return self.numbers * bits // 8 + self.scale_bytes * self.scales
+        return self.numbers * bits // 8 + self.scale_bytes * self.scales[bits]

@@ -65,7 +65,7 @@ class Published:
         sizes = [(outputs, inputs, self.layout.groups(inputs)) for outputs, inputs in self.modules.values()]
         return Packable(
             numbers=sum(outputs * inputs for outputs, inputs, _ in sizes),
-            scales=sum(outputs * groups for outputs, _, groups in sizes),
+            scales={self.layout.bits: sum(outputs * groups for outputs, _, groups in sizes)},
             largest=max(outputs * inputs for outputs, inputs, _ in sizes),
             scale_bytes=self.layout.scale_bytes,
         )

@@ -14,11 +14,13 @@ Legend: M rows of activations, N rows of the matrix, K numbers in a row, G group
 """
 
 import math
+import struct
 
 import torch
 import triton
 import triton.language as tl
 from tinker_local.backend.weights.codes import HALF
+from tinker_local.backend.weights.round_curved import BEND
 
 _BLOCK = 2048
 """Codes that a program unpacks, or pairs of them."""
@@ -26,7 +28,7 @@ _BLOCK = 2048
 _PROGRAMS = 264
 """Most that parts of a sum make of a product: two for each multiprocessor of large GPUs, so that memory stays busy."""
 
-_HALF = tl.constexpr(HALF)
+_HALF, _BEND = tl.constexpr(HALF), tl.constexpr(BEND)
 
 
 def is_for_kernels(inputs: int, groups: int) -> bool:
@@ -35,21 +37,33 @@ def is_for_kernels(inputs: int, groups: int) -> bool:
 
 
 def unpacked(
-    codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, zeros: torch.Tensor | None = None
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype,
+    zeros: torch.Tensor | None = None,
+    *,
+    curved: bool = False,
 ) -> torch.Tensor:
-    """[N, K] in `dtype`. `codes`: int8 [N, K], or uint8 [N, K/2] with two of 4 bits; `scales`, `zeros`: [N, G]."""
+    """[N, K] in `dtype`. `codes`: int8 [N, K], or uint8 [N, K/2] with two of 4 bits; `scales`, `zeros`: [N, G];
+    `curved`: as of `codes.Packed`."""
     rows, width = codes.shape
     nibbles = codes.dtype == torch.uint8
     inputs = width * (2 if nibbles else 1)
     weight = torch.empty(rows, inputs, dtype=dtype, device=codes.device)
     _unpack[(rows, triton.cdiv(width, _BLOCK))](
-        codes, scales, zeros, weight, width, inputs, scales.shape[1], nibbles=nibbles, block=_BLOCK, num_warps=4
-    )
+        codes, scales, zeros, weight, width, inputs, scales.shape[1],
+        nibbles=nibbles, curved=curved, block=_BLOCK, num_warps=4,
+    )  # fmt: skip
     return weight
 
 
 def times_few(
-    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None = None,
+    *,
+    curved: bool = False,
 ) -> torch.Tensor:
     """x W^T, [M, N] in the dtype of `x` [M, K]; sums are in float32. Reads the codes once for each
     64 rows of `x`, so it is for few of them. The others as for `unpacked`. Equal inputs have equal results:
@@ -57,7 +71,7 @@ def times_few(
     (rows, inputs), outputs = x.shape, len(codes)
     assert x.stride(1) == 1
     nibbles = codes.dtype == torch.uint8
-    common = {"inputs": inputs, "group": inputs // scales.shape[1], "nibbles": nibbles}
+    common = {"inputs": inputs, "group": inputs // scales.shape[1], "nibbles": nibbles, "curved": curved}
     common["pairwise"] = is_pairwise(x.dtype, scales, zeros, nibbles)
     if rows == 1:
         k = _step(inputs, common["group"], 1024)
@@ -95,21 +109,23 @@ def _step(inputs: int, group: int, most: int) -> int:
 
 def _ptx(*lines: str) -> tl.constexpr:
     """A block of PTX whose constants are pairs of bfloat16."""
-    constants = {
-        "C128": 0x4300,
-        "MINUS128": 0xC300,
-        "MINUS2176": 0xC508,
-        "ONE": 0x3F80,
-        "C16": 0x4180,
-        "MINUS0": 0x8000,
-    }
-    declared = [f".reg .b32 {name}; mov.b32 {name}, 0x{2 * f'{bits:04X}'};" for name, bits in constants.items()]
+    constants = {"C128": 128, "MINUS128": -128, "MINUS2176": -2176, "ONE": 1, "C16": 16, "C_BEND": BEND, "MINUS0": -0.0}
+    bits = {name: struct.pack(">f", number)[:2].hex() for name, number in constants.items()}
+    declared = [f".reg .b32 {name}; mov.b32 {name}, 0x{each}{each};" for name, each in bits.items()]
     return tl.constexpr("{\n.reg .b32 a, b, c, d, u;\n" + "\n".join([*declared, *lines]) + "\n}")
 
 
-def _nibbles(shift: int) -> tl.constexpr:
+def _nibbles(shift: int, *, curved: bool) -> tl.constexpr:
     """$0, $1: four numbers (code - zero) * scale, by the low or the high halves of the bytes $2, scales $3, $4 and
-    offsets $5, $6, which are -136 - zero."""
+    offsets $5, $6, which are -136 - zero. `curved`: code * (BEND + |code|) in place of the code."""
+    curve = (
+        "and.b32 c, a, 0x7FFF7FFF;",
+        "and.b32 d, b, 0x7FFF7FFF;",
+        "fma.rn.bf16x2 c, c, ONE, C_BEND;",
+        "fma.rn.bf16x2 d, d, ONE, C_BEND;",
+        "fma.rn.bf16x2 a, a, c, MINUS0;",
+        "fma.rn.bf16x2 b, b, d, MINUS0;",
+    )
     return _ptx(
         "prmt.b32 a, $2, 0, 0x4140;",  # bytes 0 and 1 in the halves of a register, 2 and 3 in those of another one
         "prmt.b32 b, $2, 0, 0x4342;",
@@ -119,12 +135,14 @@ def _nibbles(shift: int) -> tl.constexpr:
         "lop3.b32 b, b, 0x000F000F, C128, 0xEA;",
         "fma.rn.bf16x2 a, a, ONE, $5;",
         "fma.rn.bf16x2 b, b, ONE, $6;",
+        *(curve if curved else ()),
         "fma.rn.bf16x2 $0, a, $3, MINUS0;",
         "fma.rn.bf16x2 $1, b, $4, MINUS0;",
     )
 
 
-_LOW, _HIGH = _nibbles(0), _nibbles(4)
+_LOW, _HIGH = _nibbles(0, curved=False), _nibbles(4, curved=False)
+_CURVED_LOW, _CURVED_HIGH = _nibbles(0, curved=True), _nibbles(4, curved=True)
 _BYTES = _ptx(
     # $0, $1: four numbers code * scale, by the bytes $2 and scales $3, $4. Halves of code + 128 become 128 + each, then
     # low and 16 high - 128.
@@ -156,7 +174,9 @@ def spread(of_groups, n: tl.constexpr, width: tl.constexpr):  # type: ignore[no-
 
 
 @triton.jit
-def both_halves(pairs, scale, zero, dtype: tl.constexpr, pairwise: tl.constexpr):  # type: ignore[no-untyped-def]
+def both_halves(  # type: ignore[no-untyped-def]
+    pairs, scale, zero, dtype: tl.constexpr, curved: tl.constexpr, pairwise: tl.constexpr
+):
     """Numbers [n, width] in `dtype` by the low halves of the bytes `pairs` [n, width], and by the high ones. `scale`,
     `zero`: [n, groups], `zero` may be None."""
     n: tl.constexpr = pairs.shape[0]
@@ -166,13 +186,19 @@ def both_halves(pairs, scale, zero, dtype: tl.constexpr, pairwise: tl.constexpr)
             tl.full(scale.shape, -136, tl.bfloat16) if zero is None else (-136 - zero.to(tl.float32)).to(tl.bfloat16)
         )
         given = [pairs, spread(scale, n, width), spread(offset, n, width)]
-        low = tl.inline_asm_elementwise(_LOW, "=&r,=&r,r,r,r,r,r", given, dtype=tl.bfloat16, is_pure=True, pack=4)
-        high = tl.inline_asm_elementwise(_HIGH, "=&r,=&r,r,r,r,r,r", given, dtype=tl.bfloat16, is_pure=True, pack=4)
+        low = tl.inline_asm_elementwise(
+            _CURVED_LOW if curved else _LOW, "=&r,=&r,r,r,r,r,r", given, dtype=tl.bfloat16, is_pure=True, pack=4
+        )
+        high = tl.inline_asm_elementwise(
+            _CURVED_HIGH if curved else _HIGH, "=&r,=&r,r,r,r,r,r", given, dtype=tl.bfloat16, is_pure=True, pack=4
+        )
     else:
         low, high = (pairs & 15).to(tl.float32) - 8, (pairs >> 4).to(tl.float32) - 8
         if zero is not None:
             zeros = spread(zero.to(tl.float32), n, width)
             low, high = low - zeros, high - zeros
+        if curved:
+            low, high = low * (_BEND + tl.abs(low)), high * (_BEND + tl.abs(high))
         scales = spread(scale.to(tl.float32), n, width)
         low, high = (low * scales).to(dtype), (high * scales).to(dtype)
     return low, high
@@ -202,7 +228,8 @@ def column_of(place):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _unpack(  # type: ignore[no-untyped-def]
-    codes, scales, zeros, weight, width, inputs, groups, nibbles: tl.constexpr, block: tl.constexpr
+    codes, scales, zeros, weight, width, inputs, groups,
+    nibbles: tl.constexpr, curved: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * block + tl.arange(0, block)
@@ -216,9 +243,11 @@ def _unpack(  # type: ignore[no-untyped-def]
     if zeros is not None:
         zero = tl.load(zeros + of_group, mask=inside, other=0).to(tl.float32)
     if nibbles:
-        tl.store(found, (((code & 15).to(tl.float32) - 8 - zero) * scale).to(weight.dtype.element_ty), mask=inside)
-        high = (((code >> 4).to(tl.float32) - 8 - zero) * scale).to(weight.dtype.element_ty)
-        tl.store(found + _HALF, high, mask=inside)
+        low, high = (code & 15).to(tl.float32) - 8 - zero, (code >> 4).to(tl.float32) - 8 - zero
+        if curved:
+            low, high = low * (_BEND + tl.abs(low)), high * (_BEND + tl.abs(high))
+        tl.store(found, (low * scale).to(weight.dtype.element_ty), mask=inside)
+        tl.store(found + _HALF, (high * scale).to(weight.dtype.element_ty), mask=inside)
     else:
         tl.store(found, ((code.to(tl.float32) - zero) * scale).to(weight.dtype.element_ty), mask=inside)
 
@@ -226,7 +255,7 @@ def _unpack(  # type: ignore[no-untyped-def]
 @triton.jit
 def _times_few(  # type: ignore[no-untyped-def]
     x, codes, scales, zeros, found, rows, outputs, stride, steps_of_part,
-    inputs: tl.constexpr, group: tl.constexpr, nibbles: tl.constexpr, pairwise: tl.constexpr,
+    inputs: tl.constexpr, group: tl.constexpr, nibbles: tl.constexpr, curved: tl.constexpr, pairwise: tl.constexpr,
     m: tl.constexpr, n: tl.constexpr, k: tl.constexpr,
 ):  # fmt: skip
     groups: tl.constexpr = inputs // group
@@ -247,7 +276,7 @@ def _times_few(  # type: ignore[no-untyped-def]
         code = tl.load(of_codes + step * width)
         given = tl.load(of_x + step * k)
         if nibbles:
-            low, high = both_halves(code, scale, zero, dtype, pairwise)
+            low, high = both_halves(code, scale, zero, dtype, curved, pairwise)
             total = tl.dot(given, low.T, total, input_precision="ieee")
             total = tl.dot(tl.load(of_x + step * k + _HALF), high.T, total, input_precision="ieee")
         else:
@@ -259,7 +288,7 @@ def _times_few(  # type: ignore[no-untyped-def]
 @triton.jit
 def _times_one(  # type: ignore[no-untyped-def]
     x, codes, scales, zeros, found, outputs,
-    inputs: tl.constexpr, group: tl.constexpr, nibbles: tl.constexpr, pairwise: tl.constexpr,
+    inputs: tl.constexpr, group: tl.constexpr, nibbles: tl.constexpr, curved: tl.constexpr, pairwise: tl.constexpr,
     n: tl.constexpr, k: tl.constexpr,
 ):  # fmt: skip
     groups: tl.constexpr = inputs // group
@@ -278,7 +307,7 @@ def _times_one(  # type: ignore[no-untyped-def]
         code = tl.load(of_codes + step * width)
         given = tl.load(of_x + step * k)[None, :].to(tl.float32)
         if nibbles:
-            low, high = both_halves(code, scale, zero, dtype, pairwise)
+            low, high = both_halves(code, scale, zero, dtype, curved, pairwise)
             total += low.to(tl.float32) * given
             total += high.to(tl.float32) * tl.load(of_x + step * k + _HALF)[None, :].to(tl.float32)
         else:
