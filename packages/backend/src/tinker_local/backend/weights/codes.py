@@ -14,6 +14,7 @@ Legend: N rows, K numbers in a row, G groups in a row.
 from dataclasses import dataclass
 
 import torch
+from tinker_local.backend.weights.layout import Layout
 from tinker_local.backend.weights.precision import GROUPS, Bits, group_of
 
 _LARGEST = {8: 127, 4: 7}
@@ -140,3 +141,10 @@ def _in(dtype: torch.dtype, codes: torch.Tensor) -> torch.Tensor:
 def inputs_of(codes: torch.Tensor) -> int:
     """K."""
     return int(codes.shape[1]) * (2 if codes.dtype == torch.uint8 else 1)
+
+
+def codes_of(layout: Layout, rows: int, inputs: int) -> tuple[int, int, torch.dtype]:
+    """Shape and dtype of the codes of a matrix [rows, inputs]."""
+    if layout.codes == "int4":
+        return rows, inputs // 2, torch.uint8
+    return rows, inputs, torch.int8 if layout.codes == "int8" else torch.float8_e4m3fn

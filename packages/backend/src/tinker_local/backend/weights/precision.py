@@ -32,23 +32,26 @@ def group_of(inputs: int) -> int | None:
 class Packable:
     """What of a model can be in fewer bits. `numbers` in its matrices, `scales` of their groups; `largest`: numbers of
     the largest matrix, two of which one may be joined; `scale_bytes`: of a group's scale, and zero point if it has
-    one."""
+    one; `stack`: numbers of the largest stack of experts, which are not in `largest`."""
 
     numbers: int
     scales: int
     largest: int
     scale_bytes: int = 2
+    stack: int = 0
 
     @staticmethod
-    def of(matrices: Iterable[tuple[int, int]]) -> "Packable | None":
-        """`matrices`: [out, in] of each. None if there are none, or one cannot be divided into groups."""
-        numbers = scales = largest = 0
-        for outputs, inputs in matrices:
+    def of(matrices: Iterable[tuple[int, int]], stacks: Iterable[tuple[int, int, int]] = ()) -> "Packable | None":
+        """`matrices`: [out, in] of each; `stacks`: [E, out, in] of experts. None if there are none, or one cannot be
+        divided into groups."""
+        numbers = scales = largest = stack = 0
+        for count, outputs, inputs in (*((1, *each) for each in matrices), *stacks):
             if (group := group_of(inputs)) is None:
                 return None
-            numbers, scales = numbers + outputs * inputs, scales + outputs * inputs // group
-            largest = max(largest, outputs * inputs)
-        return Packable(numbers, scales, largest) if numbers else None
+            size = count * outputs * inputs
+            numbers, scales = numbers + size, scales + size // group
+            largest, stack = (max(largest, size), stack) if count == 1 else (largest, max(stack, size))
+        return Packable(numbers, scales, largest, stack=stack) if numbers else None
 
     def bytes(self, bits: int) -> int:
         """Of codes of `bits` and all scales."""
