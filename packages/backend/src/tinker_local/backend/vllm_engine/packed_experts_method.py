@@ -21,8 +21,11 @@ _STACKS = ("w13", "w2")
 
 
 def method_for(layer: Any, layout: Layout) -> Any:
-    """For vLLM's `layer` of routed experts, with codes and scales of `layout`; None if they are not packed."""
-    if not experts_are_packed(layer.hidden_size, layer.moe_config.intermediate_size_per_partition):
+    """For vLLM's `layer`, if it is one of routed experts that are packed, with codes and scales of `layout`; else
+    None."""
+    if not hasattr(layer, "moe_config") or not experts_are_packed(
+        layer.hidden_size, layer.moe_config.intermediate_size_per_partition
+    ):
         return None
     return _method()(layer.moe_config, layout)
 

@@ -44,7 +44,6 @@ def is_among(modules: Set[str], prefix: str) -> bool:
 @functools.cache
 def register() -> None:
     """Make the methods known to vLLM."""
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.linear import (
         LinearBase,
         LinearMethodBase,
@@ -125,10 +124,8 @@ def register() -> None:
             return is_packed(prefix, layer.input_size)
 
         def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-            if isinstance(layer, RoutedExperts):
-                return method_for(layer, self.layout) if self.name in OWN else None
             if not isinstance(layer, LinearBase):
-                return None
+                return method_for(layer, self.layout) if self.name in OWN else None
             if _DECODER.match(prefix) and self.is_packed(layer, prefix):
                 return PackedMethod(self.layout)
             return UnquantizedLinearMethod()
