@@ -70,7 +70,8 @@ def check_product(device: str, shape: Shape, bits: Bits, size: int) -> None:
     from tinker_local.backend.weights.triton_experts_codes import Blocks, times_experts
 
     case = Case(device, shape, bits)
-    blocks = Blocks(*aligned(case.experts, size, len(case.codes)), size)
+    pairs, experts, filled = aligned(case.experts, size, len(case.codes))
+    blocks = Blocks(pairs, experts, filled, size)
     for x, bias, scores in itertools.product((case.x, case.of_pairs), (False, True), (False, True)):
         given = case.bias if bias else None, case.scores if scores else None
         found, again = case.new(), case.new()

@@ -282,7 +282,8 @@ def launch_expert_codes(inputs: int) -> None:
         codes, scales = new(EXPERTS, 2, width, dtype=dtype), new(EXPERTS, 2, inputs // group)
         for bias, scores in ((None, None), (new(EXPERTS, 2), new(TOKENS, 2, dtype=torch.float32))):
             for size in (16, 32, 64):
-                blocks = Blocks(*(new(count, dtype=torch.int32) for count in (4 * size, 4, 1)), size)
+                pairs, experts, filled = (new(count, dtype=torch.int32) for count in (4 * size, 4, 1))
+                blocks = Blocks(pairs, experts, filled, size)
                 times_experts(new(TOKENS, inputs), codes, scales, blocks, new(TOKENS, 2, 2), bias, scores)
 
 

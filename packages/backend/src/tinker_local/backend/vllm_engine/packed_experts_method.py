@@ -65,7 +65,7 @@ def _method() -> Any:
             width, layout = intermediate_size_per_partition, self._layout
             for name, outputs, inputs in (("w13", 2 * width, hidden_size), ("w2", hidden_size, width)):
                 rows, in_codes, dtype = codes_of(layout, outputs, inputs)
-                shapes = {
+                shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
                     CODES: ((rows, in_codes), dtype),
                     SCALES: ((rows, layout.groups(inputs)), getattr(torch, layout.scales)),
                 }
@@ -120,7 +120,9 @@ def _method() -> Any:
 
 @functools.cache
 def _experts_in_torch() -> Any:
-    class PackedExpertsInTorch(experts_in_torch()):
+    base: Any = experts_in_torch()
+
+    class PackedExpertsInTorch(base):
         """The numbers of one expert at a time."""
 
         def process_weights_after_loading(self, layer: Any) -> None:
@@ -168,7 +170,8 @@ def _experts_in_triton() -> Any:
             activated = _in(workspace13, tokens * chosen, width)
             found = _in(workspace2, tokens, chosen, hidden)
             size = block_size(topk_ids.numel(), count)
-            blocks = Blocks(*moe_align_block_size(topk_ids, size, count), size)
+            pairs, experts, filled = moe_align_block_size(topk_ids, size, count)
+            blocks = Blocks(pairs, experts, filled, size)
             scales13, scales2 = self._scales
             adapters, lora = self._lora_context, {}
             times_experts(hidden_states, w1, scales13, blocks, gate_up, self.w1_bias)

@@ -107,7 +107,8 @@ class PackedMatrices(torch.nn.Module):
     @staticmethod
     def rounded(stack: torch.Tensor, bits: Bits, device: torch.device | None) -> "PackedMatrices":
         """Packs `stack` [E, out, in], some matrices at a time, on `device` if that is quicker."""
-        codes, scales = [], []
+        codes: list[torch.Tensor] = []
+        scales: list[torch.Tensor] = []
         for some in stack.split(max(1, _PIECE // stack[0].numel())):
             found = to_codes(some.to(device).reshape(-1, stack.shape[2]), bits)
             for parts, each in zip((codes, scales), found, strict=True):

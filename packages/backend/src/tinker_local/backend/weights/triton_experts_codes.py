@@ -28,7 +28,7 @@ class Blocks:
 
 def block_size(pairs: int, count: int) -> int:
     """M for `pairs` that go to `count` experts: about what an expert has."""
-    return min(max(16, triton.next_power_of_2(pairs // count)), 64)
+    return min(max(16, int(triton.next_power_of_2(pairs // count))), 64)
 
 
 def times_experts(

@@ -63,15 +63,25 @@ def places_in_files(model: Any, pieces: Mapping[int, int], source: str) -> InFil
                 place = Place.of(matrix.detach(), pieces)
                 assert place is not None, "all matrices are in the pieces"
                 found[f"{name.removesuffix('weight')}{kind}"] = place
-    whole = {name.partition(_EXPERTS)[0]: path.rpartition(".")[0] for name, path in of_experts.items()}
-    for prefix, path in whole.items():
-        names = family_of(model.config.model_type, source).lora.experts
-        turns = names is not None and names.interleaved
-        for name, part in file_names(f"{prefix}{_EXPERTS.removesuffix('.')}", experts[path], whole=turns):
+    experts_of_family = family_of(model.config.model_type, source).lora.experts
+    turns = experts_of_family is not None and experts_of_family.interleaved
+    found |= _places_of_experts(of_experts, experts, pieces, whole=turns)
+    return InFiles(found, {*of_packed, *of_experts})
+
+
+def _places_of_experts(
+    names: Mapping[str, str], modules: Mapping[str, PackedExperts], pieces: Mapping[int, int], *, whole: bool
+) -> dict[str, Place]:
+    """Where codes and scales of packed `modules` are, by the names of `file_names`. `names`: those in the files of what
+    they have, each with the name of its stack."""
+    found: dict[str, Place] = {}
+    for prefix, stack in {name.partition(_EXPERTS)[0]: stack for name, stack in names.items()}.items():
+        module = modules[stack.rpartition(".")[0]]
+        for name, part in file_names(f"{prefix}{_EXPERTS.removesuffix('.')}", module, whole=whole):
             place = Place.of(part, pieces)
             assert place is not None, "all matrices are in the pieces"
             found[name] = place
-    return InFiles(found, {*of_packed, *of_experts})
+    return found
 
 
 def _names_of_experts(own: Mapping[str, torch.Tensor], stacks: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -39,9 +39,14 @@ def weights_of(module: Any) -> ExpertWeights | None:
         gate_up, down = DenseStack(stacks.gate_up), DenseStack(stacks.down)
     else:
         return None
-    biases = [getattr(module, f"{name}_bias", None) for name in (EXPERTS_GATE_UP, EXPERTS_DOWN)]
     gating = ClampedGating(module.alpha, module.limit) if hasattr(module, "limit") else SILU
-    return ExpertWeights(gate_up, down, *(None if bias is None else bias.detach() for bias in biases), gating)
+    return ExpertWeights(gate_up, down, _bias(module, EXPERTS_GATE_UP), _bias(module, EXPERTS_DOWN), gating)
+
+
+def _bias(module: Any, name: str) -> torch.Tensor | None:
+    """That of the stack `name`, if it has one."""
+    bias: torch.Tensor | None = getattr(module, f"{name}_bias", None)
+    return None if bias is None else bias.detach()
 
 
 @torch.no_grad()
