@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -67,6 +68,19 @@ def test_a_mixture_of_experts_in_fewer_bits_fits_where_it_does_not_in_16() -> No
         assert planned.weight_bytes / 2**30 == pytest.approx(weights, abs=0.05)
         assert planned.unpacked_in_trainer == (0 if precision is None else 2 * 128 * 2 * 768 * 2048)
         assert planned.unpacked_bytes == (0 if precision is None else 3 * 2 * 4096 * 2048)
+
+
+@pytest.mark.parametrize(("shared", "said"), [("auto", "; --base-precision int8 fits"), ("off", "more GPUs")])
+def test_experts_that_vllm_turns_round_are_told_that_they_fit_in_fewer_bits(shared: Any, said: str) -> None:
+    """gpt-oss-20b in bfloat16 takes two copies of 39 GiB."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model("gpt_oss", num_hidden_layers=24, num_local_experts=32)
+    options = BackendOptions(max_context_length=4096, max_rank=8, shared_weights=shared)
+    least = Fitting.of(config, options).on([free_gpu(GPUS["L40S"])]).least
+    assert "two copies of the weights" in least
+    assert ("--base-precision" in least) == (shared == "auto")
+    assert said in least
 
 
 def test_well_known_models_and_the_check_of_the_machine_take_no_torch(tmp_path: Path) -> None:
