@@ -82,7 +82,7 @@ class Layer:
         config = SimpleNamespace(activation=MoEActivation.SILU, **dict.fromkeys(settings))
         biases = self.biases["w13"], self.biases["w2"]
         quantised = FusedMoEQuantConfig.make() if biases[0] is None else biased_moe_quant_config(*biases)
-        experts: Any = packed_experts_method._experts_in_triton()(config, quantised)
+        experts: Any = packed_experts_method.experts_in_triton()(config, quantised)
         experts.process_weights_after_loading(
             SimpleNamespace(**{f"{name}_scales": stack[1] for name, stack in self.stacks.items()})
         )

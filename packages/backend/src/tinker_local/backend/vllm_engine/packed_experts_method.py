@@ -45,7 +45,7 @@ def _method() -> Any:
         def __init__(self, moe: Any, layout: Layout) -> None:
             super().__init__(moe)
             self._layout = layout
-            self.experts_cls = _experts_in_torch() if current_platform.is_cpu() else _experts_in_triton()
+            self.experts_cls = _experts_in_torch() if current_platform.is_cpu() else experts_in_triton()
 
         def create_weights(
             self,
@@ -135,7 +135,8 @@ def _experts_in_torch() -> Any:
 
 
 @functools.cache
-def _experts_in_triton() -> Any:
+def experts_in_triton() -> Any:
+    """vLLM's class of experts with packed stacks that take adapters on CUDA."""
     from tinker_local.backend.weights.triton_experts_codes import Blocks, block_size, times_experts
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
     from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
