@@ -1,6 +1,6 @@
 """A layer of experts of 8 or 4 bits against the same in 16, in the shape of Qwen3-30B-A3B.
 
-    python benchmarks/packed_experts.py [--out benchmarks/results] [--tiny]
+    python benchmarks/packed_expert_products.py [--out benchmarks/results] [--tiny]
 
 Milliseconds (median of repeats in turn, each behind a buffer larger than the caches). Sampler: vLLM's experts on some
 tokens that go to random experts, without adapters; `16 bits`: vLLM's own, `codes`: those of this project, which read
@@ -146,7 +146,7 @@ def main() -> None:
                 lines.append(f"| {engine} | {bits} | {tokens} | " + " | ".join(cells) + " |")
     Console(width=110).print(table)
     if options.out:
-        (options.out / "packed_experts.md").write_text(f"# {table.title}\n\n" + "\n".join(lines) + "\n")
+        (options.out / "packed_expert_products.md").write_text(f"# {table.title}\n\n" + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
