@@ -74,13 +74,13 @@ def exactly(compute: Callable[[], npt.NDArray[Any]]) -> tuple[npt.NDArray[Any], 
 class Exact:
     """The model of `trainer` and its adapters, as they are when asked, in float64."""
 
-    def __init__(self, trainer: HFTrainer) -> None:
+    def __init__(self, trainer: HFTrainer, folder: str | None = None) -> None:
+        """`folder`: of a dense model of the same numbers, if that of the trainer is packed."""
         self._trainer = trainer
+        path = folder or trainer._loaded.model.name_or_path
         with InFloat64():
             self._exact = HFTrainer(
-                TrainerConfig(
-                    trainer._loaded.model.name_or_path, name="exact", dtype="float64", device="cpu", image_cache_bytes=0
-                )
+                TrainerConfig(path, name="exact", dtype="float64", device="cpu", image_cache_bytes=0)
             )
 
     def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> tuple[npt.NDArray[Any], float]:

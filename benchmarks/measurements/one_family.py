@@ -29,9 +29,12 @@ def write_model(scale: Scale, shape: Shape, out: Path, *, weights: bool = True) 
     import transformers
     from random_model import random_model
     from tinker_local.backend.tiny_models import make_tiny_text_model
+    from tinker_local.backend.tiny_models.shapes import TextShape
     from tinker_local.backend.tiny_models.text_families import TEXT_FAMILIES
 
-    make_tiny_text_model(out, family=shape.family, tie_word_embeddings=False)
+    # 32 divides the rows of these experts, so that they can be packed.
+    tiny = TextShape(intermediate_size=256) if shape.family == "qwen3_moe" else None
+    make_tiny_text_model(out, family=shape.family, tie_word_embeddings=False, shape=tiny)
     config = json.loads((out / "config.json").read_text())
     if scale.name == "full":
         for old in out.glob("*.safetensors"):

@@ -1,17 +1,27 @@
 """A server whose base is in 8 or 4 bits, over the official SDK: trainer and sampler agree, with images, before and
 after training."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.tiny_models import make_tiny_text_model
-from tinker_local.types import UnsupportedError
+from tinker_local.backend.tiny_models.shapes import TextShape
+from tinker_local.types import LoraConfig, UnsupportedError
 
 from tests.conftest import Server, start_server
-from tests.e2e.test_agreement import agree_in_fewer_bits
+from tests.e2e.conftest import SdkDriver
+from tests.e2e.test_agreement import (
+    TOLERANCE,
+    agree_in_fewer_bits,
+    difference,
+    inputs_of,
+    sampler_logprobs,
+    train,
+    trainer_logprobs,
+)
 from tests.families.test_other_families import tiny
 
 
@@ -30,10 +40,35 @@ def test_trainer_and_sampler_agree_in_fewer_bits(packed_server: Any, real_sdk: A
     agree_in_fewer_bits(packed_server.url, real_sdk, picture)
 
 
+@pytest.mark.more
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_trainer_and_sampler_agree_with_experts_in_fewer_bits(
+    precision: str, serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    """In two processes, which read one copy."""
+    shape = TextShape(intermediate_size=256)
+    path = make_tiny_text_model(tmp_path / "model", family="qwen3_moe", shape=shape)
+    processes = ("--sampler", "process", "--trainer", "process")
+    server = serve("--model", f"tiny/experts={path}", "--base-precision", precision, "--kv-cache", "0.25", *processes)
+    (shared,) = [line for line in server.lines if "trainer and sampler share" in line]
+    assert shared.endswith(f" of weights, the layers in {precision}")
+    inputs, sdk = inputs_of("tiny/experts", None), SdkDriver(server.url)
+    client = sdk.create("tiny/experts", LoraConfig(rank=8, seed=4))
+    base = sampler_logprobs(sdk.base_sampler("tiny/experts"), inputs)
+    assert difference(trainer_logprobs(client, inputs), base) <= TOLERANCE
+    train(client, inputs, 3)
+    trained = trainer_logprobs(client, inputs)
+    assert difference(trained, sampler_logprobs(client.save_weights_and_get_sampling_client(), inputs)) <= TOLERANCE
+    assert difference(trained, base) > 0.2
+
+
 @pytest.mark.parametrize(
     ("family", "why"),
     [
-        ("qwen3_moe", "mixtures of experts cannot be packed yet"),
+        (
+            "qwen3_moe",
+            "rows of its experts have 64 and 48 numbers, and experts are packed where groups of 32 divide both$",
+        ),
         ("persimmon", "nothing of a model of type persimmon is"),
     ],
 )

@@ -12,6 +12,8 @@ from tinker_local.backend.exporting import export_checkpoint
 from tinker_local.backend.exporting.base_model import find_base
 from tinker_local.backend.exporting.check_export import Reference, make_probe
 from tinker_local.backend.exporting.trained import find_checkpoint, read_trained
+from tinker_local.backend.tiny_models import make_tiny_text_model
+from tinker_local.backend.tiny_models.shapes import TextShape
 from tinker_local.types import InvalidRequestError
 
 from tests.exporting.conftest import Tuned
@@ -101,3 +103,10 @@ def test_a_description_with_a_precision_that_is_not_a_word_is_refused(tuned: Mak
         InvalidRequestError, match=r"checkpoint.json: base_precision is 4, expected a word such as int4$"
     ):
         find_checkpoint(str(checkpoint), tmp_path)
+
+
+def test_the_groups_of_packed_experts_are_named(tmp_path: Path) -> None:
+    """Rows of 96 numbers, in groups of 32, are of experts alone."""
+    shape = TextShape(intermediate_size=256)
+    path = make_tiny_text_model(tmp_path / "model", family="qwen3_moe", shape=shape)
+    assert find_base(str(path), "").groups == (128, 64, 32)

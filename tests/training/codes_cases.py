@@ -34,6 +34,11 @@ def matrices(outputs: int, inputs: int, bits: Bits, device: str) -> list[Matrix]
     return [(codes, scales, None, False), (codes, scales, zeros, False), *curved]
 
 
+def own_matrix(outputs: int, inputs: int, bits: Bits, device: str) -> Matrix:
+    """The one of `matrices` that this project makes."""
+    return matrices(outputs, inputs, bits, device)[-1 if bits == 4 else 0]
+
+
 def plain(
     codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, zeros: torch.Tensor | None, *, curved: bool
 ) -> torch.Tensor:

@@ -29,6 +29,7 @@ from tinker_local.backend.training.lora.lora_batch import LowRank, Owners
 from tinker_local.backend.vllm_engine.one_pass_draw import draw
 from tinker_local.backend.weights.precision import group_of
 from tinker_local.backend.weights.triton_codes import times_few, unpacked
+from tinker_local.backend.weights.triton_experts_codes import Blocks, times_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +278,28 @@ def launch_codes(inputs: int) -> None:
                 times_few(new(rows, inputs), codes, scales, curved=True)
 
 
+def launch_expert_codes(inputs: int) -> None:
+    """Products with packed experts, in blocks of all sizes."""
+    largest = group_of(inputs, 8)
+    assert largest is not None
+    for group, (width, dtype) in itertools.product((largest, 32), ((inputs, torch.int8), (inputs // 2, torch.uint8))):
+        codes, scales = new(EXPERTS, 2, width, dtype=dtype), new(EXPERTS, 2, inputs // group)
+        for bias, scores in ((None, None), (new(EXPERTS, 2), new(TOKENS, 2, dtype=torch.float32))):
+            for size in (16, 32, 64):
+                pairs, experts, filled = (new(count, dtype=torch.int32) for count in (4 * size, 4, 1))
+                blocks = Blocks(pairs, experts, filled, size)
+                times_experts(
+                    new(TOKENS, inputs),
+                    codes,
+                    scales,
+                    blocks,
+                    new(TOKENS, 2, 2),
+                    bias,
+                    scores,
+                    curved=dtype == torch.uint8,
+                )
+
+
 def launch_each_once() -> None:
     """Each kernel, with its largest blocks."""
     launch_decoder(LARGEST)
@@ -284,6 +307,7 @@ def launch_each_once() -> None:
     launch_experts(TritonExperts.most_rank, several=True)
     launch_draw()
     launch_codes(4096)
+    launch_expert_codes(4096)
 
 
 def launch_all() -> None:
@@ -296,6 +320,7 @@ def launch_all() -> None:
     launch_draw()
     for inputs in (4096, 2880):  # groups of 128, and of 64: blocks are of their size, whatever the width
         launch_codes(inputs)
+        launch_expert_codes(inputs)
 
 
 def compiled_for(card: Card, launch: Callable[[], None], folder: Path) -> Compiler:

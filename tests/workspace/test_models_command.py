@@ -5,12 +5,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from tinker_local.backend.cli.main import main
 from tinker_local.backend.models import place_engines
-from tinker_local.backend.models.fitting import SHAPES, Fitting, free_gpu, known_config, row
+from tinker_local.backend.models.fitting import GPUS, SHAPES, Fitting, free_gpu, known_config, row
 from tinker_local.backend.models.gpu_plan import USUAL
 from tinker_local.backend.models.placement import Layout, shares_weights
 from tinker_local.backend.models.plan_layout import GpuMemory
@@ -46,6 +47,40 @@ def test_more_memory_fits_more_and_the_defaults_are_those_of_the_sampler() -> No
     assert "GiB" in fit.on([free_gpu(4)]).least
     defaults = EngineOptions("m")
     assert (defaults.adapters_per_step, defaults.image_cache_bytes) == (USUAL.adapter_slots, USUAL.image_cache)
+
+
+def test_a_mixture_of_experts_in_fewer_bits_fits_where_it_does_not_in_16() -> None:
+    """In the shape of Qwen3-30B-A3B; all numbers of a layer's gate and up are made at once, in the trainer alone."""
+    import transformers
+
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4}
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    others = {"head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": False}
+    config = transformers.AutoConfig.for_model("qwen3_moe", **sizes, **experts, **others)
+    for precision, gpu, weights, context in (
+        (None, "L40S", 56.9, 0),
+        ("int8", "L40S", 29.5, 40960),
+        ("int4", "RTX 5090", 15.5, 40960),
+    ):
+        fitting = Fitting.of(config, BackendOptions(base_precision=precision, max_rank=8))  # type: ignore[arg-type]
+        planned = fitting.model.sizes
+        assert fitting.on([free_gpu(GPUS[gpu], gpu)]).context == context
+        assert planned.weight_bytes / 2**30 == pytest.approx(weights, abs=0.05)
+        assert planned.unpacked_in_trainer == (0 if precision is None else 2 * 128 * 2 * 768 * 2048)
+        assert planned.unpacked_bytes == (0 if precision is None else 3 * 2 * 4096 * 2048)
+
+
+@pytest.mark.parametrize(("shared", "said"), [("auto", "; --base-precision int8 fits"), ("off", "more GPUs")])
+def test_experts_that_vllm_turns_round_are_told_that_they_fit_in_fewer_bits(shared: Any, said: str) -> None:
+    """gpt-oss-20b in bfloat16 takes two copies of 39 GiB."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model("gpt_oss", num_hidden_layers=24, num_local_experts=32)
+    options = BackendOptions(max_context_length=4096, max_rank=8, shared_weights=shared)
+    least = Fitting.of(config, options).on([free_gpu(GPUS["L40S"])]).least
+    assert "two copies of the weights" in least
+    assert ("--base-precision" in least) == (shared == "auto")
+    assert said in least
 
 
 def test_well_known_models_and_the_check_of_the_machine_take_no_torch(tmp_path: Path) -> None:

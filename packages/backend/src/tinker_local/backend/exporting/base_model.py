@@ -60,9 +60,12 @@ class BaseModel:
     def groups(self, bits: Bits) -> tuple[int, ...]:
         """How many numbers of a row share a scale where a server packs this model: the sizes, largest first."""
         from tinker_local.backend.weights.packed import packable_modules
+        from tinker_local.backend.weights.packed_stack import packable_experts
 
         decoder = self.model.get_submodule(self.family.decoder_path)
         sizes = {group_of(module.in_features, bits) for _, module in packable_modules(decoder)}
+        for _, _, stacks in packable_experts(decoder):
+            sizes |= {group_of(stack.shape[2], bits) for stack in (stacks.gate_up, stacks.down)}
         return tuple(sorted((size for size in sizes if size), reverse=True))
 
     def target_modules(self, paths: Sequence[str]) -> tuple[str, ...]:

@@ -182,7 +182,7 @@ class Fitting:
             options,
             options.dtype or "bfloat16",
             train_vision=options.train_vision and family.vision is not None and not family.vision.frozen,
-            one_copy=family.one_copy,
+            one_copy=family.one_copy or options.base_precision is not None,  # packed experts are as vLLM has them
         )
         published = published_of(config.name_or_path)
         return cls(model, options, None if published is None else published.told)

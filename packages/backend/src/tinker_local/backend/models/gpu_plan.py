@@ -81,8 +81,14 @@ class ModelSizes:
     @property
     def unpacked_bytes(self) -> int:
         """Of the largest packed matrix, two joined ones, while one multiplies by it, with half as much that making it
-        takes; in each engine."""
+        takes; in each engine. vLLM multiplies by experts as it reads their codes."""
         return 3 * self.packable.largest * self.itemsize if self.packed_bits and self.packable else 0
+
+    @property
+    def unpacked_in_trainer(self) -> int:
+        """The same in the trainer, which makes all experts of a layer at once, in one pass."""
+        stack = self.packable.stack * self.itemsize if self.packed_bits and self.packable else 0
+        return max(self.unpacked_bytes, stack)
 
     @property
     def layer_parameters(self) -> int:
@@ -317,7 +323,7 @@ def plan_gpu(
     adapter = sizes.adapter_parameters(min(max_rank, COUNTED_RANK))
     trained_adapters = adapters * adapter * 4 * 4 + adapter * (2 * sizes.itemsize + 4 * 2)
     weights = sizes.trainer_bytes(ranks)
-    trainer = weights + trained_adapters + 2 * logits + image_cache + sizes.unpacked_bytes if trains else 0
+    trainer = weights + trained_adapters + 2 * logits + image_cache + sizes.unpacked_in_trainer if trains else 0
     slots = adapter_slots * sizes.adapter_parameters(max_rank) * sizes.itemsize
     sampled = sizes.unshared_bytes if shared else -(-sizes.weight_bytes // sample_ranks)
     sampler = sampled + slots + logits + image_cache + sizes.unpacked_bytes if samples else 0

@@ -525,7 +525,8 @@ def _load_real(
     config, family = check_model(source.path, options)
     text_config = config.get_text_config()
     gpus = 0 if compat_vllm.runs_on_cpu() else torch.cuda.device_count()
-    if gpus and not (family.one_copy and _keeps_experts(family)):
+    packs_experts = options.base_precision is not None and family.lora.experts is not None
+    if gpus and not (family.one_copy and _keeps_experts(family)) and not packs_experts:
         if (kept := _kept(source.path, options)) is not None:
             raise UnsupportedError(
                 f"{source.path}: {kept}: on a GPU vLLM has a second copy of the weights of {config.model_type} models, "
@@ -651,8 +652,13 @@ def check_packable(config: Any, family: "Family", options: BackendOptions) -> No
             )
         return
     where = f"{config.name_or_path}: --base-precision {options.base_precision}"
-    if family.lora.experts is not None:
-        raise UnsupportedError(f"{where}: mixtures of experts cannot be packed yet")
+    if packable(config) is None and family.lora.experts is not None:
+        text = config.get_text_config()
+        width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+        raise UnsupportedError(
+            f"{where}: rows of its experts have {text.hidden_size} and {width} numbers, and experts are packed where "
+            "groups of 32 divide both"
+        )
     if packable(config) is None:
         raise UnsupportedError(
             f"{where}: nothing of a model of type {config.model_type} is packed: projections are, in attention and MLP "

@@ -4,11 +4,11 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from tinker_local.backend.models.gpu_plan import COUNTED_RANK, SMALLER, USUAL, GpuPlan, ModelSizes, Reserves, plan_gpu
-from tinker_local.backend.models.placement import FIRST_GPU, ONE_GPU, Layout, layouts
-from tinker_local.backend.options import BackendOptions
+from tinker_local.backend.models.placement import FIRST_GPU, ONE_GPU, Layout, layouts, shares_weights
+from tinker_local.backend.options import BackendOptions, Precision
 from tinker_local.backend.weights.precision import BITS
 
 if TYPE_CHECKING:
@@ -91,10 +91,16 @@ def _in_fewer_bits(
 ) -> str:
     """The precision of the base that would fit, in words; empty if none would."""
     sizes = model.sizes
-    if gpus > 1 or sizes.packed_bits or sizes.packable is None or not model.one_copy:
+    if gpus > 1 or sizes.packed_bits or sizes.packable is None:
         return ""
-    for precision, bits in BITS.items():
-        packed = replace(model, sizes=replace(sizes, packed_bits=bits))
+    precision: Precision
+    for precision in get_args(Precision):
+        chosen = replace(options, base_precision=precision)
+        # Experts that vLLM turns round in 16 bits are one copy where they are packed.
+        turned = bool(sizes.packable.stack) and options.shared_weights != "off" and shares_weights(chosen, gpus)
+        packed = replace(model, sizes=replace(sizes, packed_bits=BITS[precision]), one_copy=model.one_copy or turned)
+        if not packed.one_copy:
+            return ""
         with contextlib.suppress(ValueError):
             plan_layout(packed, options, gpus, memory_of)
             return f"; --base-precision {precision} fits"

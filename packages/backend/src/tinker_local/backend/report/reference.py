@@ -19,7 +19,7 @@ from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.model.load_model import config_of, supported_family, without_values
 from tinker_local.backend.training.model.load_published import load_published
 from tinker_local.backend.training.trainer import TrainDatum
-from tinker_local.backend.weights.packed import pack_layers
+from tinker_local.backend.weights.packed_stack import pack_decoder
 from tinker_local.backend.weights.published import published_of
 
 Arrays = Mapping[str, npt.NDArray[np.float32]]
@@ -98,7 +98,7 @@ def compute(
         model, _ = load_published(path, type(without_values(config, family)), config, dtype)
     model = model.to(device).eval().requires_grad_(False)
     if precision is not None:
-        pack_layers(model.get_submodule(family.decoder_path), precision)
+        pack_decoder(model.get_submodule(family.decoder_path), precision)
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     leaves = {
         name: torch.tensor(in_float32(matrix), device=device, dtype=precise).requires_grad_()

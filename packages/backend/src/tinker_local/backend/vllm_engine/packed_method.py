@@ -12,7 +12,8 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from tinker_local.backend.weights.codes import Packed, times
+from tinker_local.backend.vllm_engine.packed_experts_method import method_for
+from tinker_local.backend.weights.codes import Packed, codes_of, times
 from tinker_local.backend.weights.joined_names import JOINED
 from tinker_local.backend.weights.layout import OWN, Layout
 from tinker_local.backend.weights.packed import CODES, ORDER, SCALES, ZEROS, is_packed
@@ -70,7 +71,7 @@ def register() -> None:
         ) -> None:
             rows, inputs, layout = sum(output_partition_sizes), input_size_per_partition, self._layout
             groups = layout.groups(input_size)
-            matrices = {CODES: _codes(layout, rows, inputs), SCALES: (rows, groups, getattr(torch, layout.scales))}
+            matrices = {CODES: codes_of(layout, rows, inputs), SCALES: (rows, groups, getattr(torch, layout.scales))}
             if layout.zeros:
                 matrices[ZEROS] = (rows, groups, torch.int16)
             for name in (ZEROS, ORDER):
@@ -125,7 +126,7 @@ def register() -> None:
 
         def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
             if not isinstance(layer, LinearBase):
-                return None
+                return method_for(layer, self.layout) if self.name in OWN else None
             if _DECODER.match(prefix) and self.is_packed(layer, prefix):
                 return PackedMethod(self.layout)
             return UnquantizedLinearMethod()
@@ -149,10 +150,3 @@ def register() -> None:
     for precision, layout in OWN.items():
         config = type(f"Packed{precision.title()}Config", (PackedConfig,), {"name": precision, "layout": layout})
         register_quantization_config(name_of(precision))(config)
-
-
-def _codes(layout: Layout, rows: int, inputs: int) -> tuple[int, int, torch.dtype]:
-    """Shape and dtype of the codes."""
-    if layout.codes == "int4":
-        return rows, inputs // 2, torch.uint8
-    return rows, inputs, torch.int8 if layout.codes == "int8" else torch.float8_e4m3fn

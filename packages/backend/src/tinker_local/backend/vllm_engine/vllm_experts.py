@@ -85,7 +85,7 @@ def take_adapters_on_cpu() -> None:
 
     def select(moe_config: Any) -> Any:
         if moe_config.is_lora_enabled:
-            return oracle.UnquantizedMoeBackend.CPU, _experts_in_torch()
+            return oracle.UnquantizedMoeBackend.CPU, experts_in_torch()
         return original(moe_config)
 
     select.in_torch = True  # type: ignore[attr-defined]
@@ -93,7 +93,8 @@ def take_adapters_on_cpu() -> None:
 
 
 @functools.cache
-def _experts_in_torch() -> Any:
+def experts_in_torch() -> Any:
+    """vLLM's class of experts that take adapters on a CPU."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
@@ -106,6 +107,10 @@ def _experts_in_torch() -> Any:
 
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
             """Leave the weights as they were loaded, not packed for vLLM's own kernel."""
+
+        def matrix(self, place: int, stack: torch.Tensor, expert: int, dtype: torch.dtype) -> torch.Tensor:
+            """W_e [out, in] in `dtype`, of `stack`: gate and up (`place` 0) or down (1)."""
+            return stack[expert]
 
         def apply(
             self,
@@ -128,7 +133,7 @@ def _experts_in_torch() -> Any:
             for expert in topk_ids.unique().tolist():
                 tokens, nth = torch.nonzero(topk_ids == expert, as_tuple=True)
                 x = hidden_states[tokens]
-                gate_up = x @ w1[expert].T
+                gate_up = x @ self.matrix(0, w1, expert, x.dtype).T
                 if self.w1_bias is not None:
                     gate_up += self.w1_bias[expert]
                 halves = gating.halves(gate_up)
@@ -137,7 +142,7 @@ def _experts_in_torch() -> Any:
                     for half, a, b in zip(halves, *stacked, strict=True):
                         _add_adapters(half, x, a, b, slots[tokens], expert)
                 activated = gating.forward(gate_up, _KERNELS)
-                found = activated @ w2[expert].T
+                found = activated @ self.matrix(1, w2, expert, x.dtype).T
                 if self.w2_bias is not None:
                     found += self.w2_bias[expert]
                 if slots is not None:

@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from tinker_local.backend.weights.layout import Layout
 from tinker_local.backend.weights.precision import GROUPS, Bits, group_of
 from tinker_local.backend.weights.round_curved import BEND, round_curved
 
@@ -184,3 +185,10 @@ def _in(dtype: torch.dtype, codes: torch.Tensor, *, curved: bool) -> torch.Tenso
 def inputs_of(codes: torch.Tensor) -> int:
     """K."""
     return int(codes.shape[1]) * (2 if codes.dtype == torch.uint8 else 1)
+
+
+def codes_of(layout: Layout, rows: int, inputs: int) -> tuple[int, int, torch.dtype]:
+    """Shape and dtype of the codes of a matrix [rows, inputs]."""
+    if layout.codes == "int4":
+        return rows, inputs // 2, torch.uint8
+    return rows, inputs, torch.int8 if layout.codes == "int8" else torch.float8_e4m3fn

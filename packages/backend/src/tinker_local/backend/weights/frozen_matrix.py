@@ -62,6 +62,16 @@ class GroupedProduct(Protocol):
     def multiply(self, x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
         """x [S, in] and `matrices` [E, in, out]: [S, out]."""
 
+    def multiply_made(
+        self,
+        x: torch.Tensor,
+        outputs: int,
+        one: Callable[[int], torch.Tensor],
+        every: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        """The same, by matrices that are made for it: `every` one at once [E, in, outputs], or `one` [in, outputs], of
+        a group that has rows, at a time."""
+
 
 class FrozenStack(Frozen, Protocol):
     """E matrices W_e [out, in] of experts. A row is multiplied by that of its group."""

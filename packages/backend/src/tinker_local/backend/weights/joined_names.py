@@ -31,12 +31,13 @@ PROJECTIONS = {
     *(name for joined in (QKV, GATE_UP, QKVZ) for name in (*joined.parts, joined.vllm)),
     *("o_proj", "down_proj", "out_proj"),
 }
-_PROJECTION = re.compile(r"(?:^|\.)layers\.\d+\.(?:self_attn|linear_attn|mlp)\.(\w+)$")
+_PROJECTION = re.compile(r"(?:^|\.)layers\.\d+\.(?:self_attn|attn|linear_attn|mlp|mlp\.shared_expert)\.(\w+)$")
 
 
 def is_projection(path: str) -> bool:
     """Whether the module at `path`, of transformers, of vLLM or of files, is a projection of attention, linear or not,
-    or of an MLP in a layer, which alone are in fewer bits. The layer may be one of a tower."""
+    or of an MLP or a shared expert in a layer, which alone are in fewer bits, beside routed experts
+    (`packed_stack.py`). The layer may be one of a tower."""
     found = _PROJECTION.search(path)
     return found is not None and found[1] in PROJECTIONS
 

@@ -15,14 +15,14 @@ KINDS: Mapping[str, MakeMatrix] = {"dense": dense, **dict.fromkeys((*BITS, WEIGH
 def maker_of(kind: str, *, shards: int, experts: bool) -> MakeMatrix:
     """Makes matrices of `kind`; UnsupportedError if there is no such kind.
 
-    Two things take dense matrices alone: a model with `experts`, whose stacks have no other kind, and `shards`, ranks
-    that hold parts of the weights. These are gathered where a dense matrix reads them, and another kind would copy them
-    before they are there.
+    `experts`, whose stacks `packed_stack.py` packs, are made here in 8 and 4 bits, and not of published checkpoints.
+    `shards`, ranks that hold parts of the weights, take dense matrices alone: these are gathered where a dense matrix
+    reads them, and another kind would copy them before they are there.
     """
     if kind not in KINDS:
         raise UnsupportedError(f"weights {kind!r} is none of {', '.join(KINDS)}")
     if shards > 1 and kind != "dense":
         raise UnsupportedError(f"{kind} weights cannot be divided over {shards} ranks: only dense ones can")
-    if experts and kind != "dense":
+    if experts and kind not in ("dense", *BITS):
         raise UnsupportedError(f"{kind} weights are not made of experts yet")
     return KINDS[kind]

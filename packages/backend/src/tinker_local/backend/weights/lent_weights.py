@@ -9,7 +9,7 @@ import torch
 from tinker_local.backend.weight_files import folder_of, weight_files
 from tinker_local.backend.weights.checksum import checksum
 from tinker_local.backend.weights.memory_holder import Deposit
-from tinker_local.backend.weights.packed import ORDER, dense_name
+from tinker_local.backend.weights.packed import ORDER
 from tinker_local.backend.weights.published import published_of
 from tinker_local.backend.weights.read_published import reading
 from tinker_local.backend.weights.shared_memory import CannotShareError, map_shared
@@ -91,7 +91,7 @@ class LentWeights:
         """Those of the model at `source` that a trainer has shared; what it has not is read from the files."""
         matrices = SharedMatrices.mapped(deposit, device)
         lent = {name: Place(**place).tensor(matrices.pieces) for name, place in deposit.said["files"].items()}
-        packed = {dense_name(name) for name in lent} - lent.keys()
+        packed = set(deposit.said["packed"])
         orders: dict[str, torch.Tensor] = {}
         if (published := published_of(source)) is not None and (folder := folder_of(source)) is not None:
             packed |= published.consumed

@@ -62,25 +62,29 @@ def has_groups(inputs: int) -> bool:
 class Packable:
     """What of a model can be in fewer bits. `numbers` in its matrices; `scales` of their groups, by the bits of codes;
     `largest`: numbers of the largest matrix, two of which one may be joined; `scale_bytes`: of a group's scale, and
-    zero point if it has one."""
+    zero point if it has one; `stack`: numbers of the largest stack of experts, which are not in `largest`."""
 
     numbers: int
     scales: Mapping[Bits, int]
     largest: int
     scale_bytes: int = 2
+    stack: int = 0
 
     @staticmethod
-    def of(matrices: Iterable[tuple[int, int]]) -> "Packable | None":
-        """`matrices`: [out, in] of each. None if there are none, or one cannot be divided into groups."""
-        numbers = largest = 0
+    def of(matrices: Iterable[tuple[int, int]], stacks: Iterable[tuple[int, int, int]] = ()) -> "Packable | None":
+        """`matrices`: [out, in] of each; `stacks`: [E, out, in] of experts. None if there are none, or one cannot be
+        divided into groups."""
+        numbers = largest = stack = 0
         scales = dict.fromkeys(BITS.values(), 0)
-        for outputs, inputs in matrices:
+        for count, outputs, inputs in (*((1, *each) for each in matrices), *stacks):
+            size = count * outputs * inputs
             for bits in scales:
                 if (group := group_of(inputs, bits)) is None:
                     return None
-                scales[bits] += outputs * inputs // group
-            numbers, largest = numbers + outputs * inputs, max(largest, outputs * inputs)
-        return Packable(numbers, scales, largest) if numbers else None
+                scales[bits] += size // group
+            numbers += size
+            largest, stack = (max(largest, size), stack) if count == 1 else (largest, max(stack, size))
+        return Packable(numbers, scales, largest, stack=stack) if numbers else None
 
     def bytes(self, bits: Bits) -> int:
         """Of codes of `bits` and all scales."""

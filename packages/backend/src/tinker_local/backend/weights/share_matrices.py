@@ -1,8 +1,8 @@
 """Moves the matrices of a frozen model into memory that a sampler maps, too."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -19,8 +19,18 @@ PIECE_BYTES = 2**30
 _ALIGNED = 512
 """Bytes that the first of joined matrices begins at a multiple of, as torch's own memory does."""
 
-FileNames = Callable[[Any, Mapping[int, int]], Mapping[str, Place]]
-"""Where the tensors of a model's files are in the pieces; see `file_names.py`."""
+
+@dataclass(frozen=True, slots=True)
+class InFiles:
+    """`places`: where tensors of a model's files are in the pieces, by the names there, with codes and scales in place
+    of what is packed. `packed`: the names in the files of what is."""
+
+    places: Mapping[str, Place]
+    packed: Set[str]
+
+
+FileNames = Callable[[Any, Mapping[int, int]], InFiles]
+"""See `file_names.py`."""
 
 
 def share_matrices(model: Any, source: str, device: torch.device, holder: str, file_names: FileNames) -> SharedMatrices:
@@ -63,11 +73,13 @@ def _read_from(source: str) -> list[list[str | int]]:
 
 def _said(model: Any, matrices: SharedMatrices, file_names: FileNames) -> Mapping[str, Any]:
     numbers = {piece.untyped_storage()._cdata: number for number, piece in enumerate(matrices.pieces)}
+    files = file_names(model, numbers)
     return {
         "pieces": [len(piece) for piece in matrices.pieces],
         "places": {name: asdict(place) for name, place in matrices.places.items()},
         "sums": matrices.sums,
-        "files": {name: asdict(place) for name, place in file_names(model, numbers).items()},
+        "files": {name: asdict(place) for name, place in files.places.items()},
+        "packed": sorted(files.packed),
     }
 
 

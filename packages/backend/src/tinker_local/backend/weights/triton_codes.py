@@ -74,14 +74,14 @@ def times_few(
     common = {"inputs": inputs, "group": inputs // scales.shape[1], "nibbles": nibbles, "curved": curved}
     common["pairwise"] = is_pairwise(x.dtype, scales, zeros, nibbles)
     if rows == 1:
-        k = _step(inputs, common["group"], 1024)
+        k = step_of(inputs, common["group"], 1024)
         n = 8192 // max(k, 512)
         found = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
         _times_one[(triton.cdiv(outputs, n),)](x, codes, scales, zeros, found, outputs, n=n, k=k, num_warps=4, **common)
         return found
     m = min(max(16, triton.next_power_of_2(rows)), 64)
     n = 128 if nibbles or zeros is None else 64  # what registers hold
-    k = _step(inputs, common["group"], 256 if nibbles and zeros is None and m == 16 else 128)
+    k = step_of(inputs, common["group"], 256 if nibbles and zeros is None and m == 16 else 128)
     tiles = triton.cdiv(rows, m) * triton.cdiv(outputs, n)
     parts = min(2 ** int(math.log2(max(1, _PROGRAMS // tiles))), 8, inputs // k)
     found = torch.empty(parts, rows, outputs, dtype=torch.float32 if parts > 1 else x.dtype, device=x.device)
@@ -98,7 +98,7 @@ def is_pairwise(dtype: torch.dtype, scales: torch.Tensor, zeros: torch.Tensor | 
     return dtype == torch.bfloat16 and exact and not triton.knobs.runtime.interpret
 
 
-def _step(inputs: int, group: int, most: int) -> int:
+def step_of(inputs: int, group: int, most: int) -> int:
     """The most numbers up to `most` of a row that are read at a time: a power of two that divides a row, and a whole
     number of groups or a part of one."""
     found = most

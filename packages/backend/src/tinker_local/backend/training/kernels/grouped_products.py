@@ -3,7 +3,7 @@
 Legend: S rows, sorted by group, E groups.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,11 +26,22 @@ class RowGroups:
 
     def multiply(self, x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
         """Each row of `x` [S, in] times its group's matrix of `matrices` [E, in, out]: [S, out]."""
+        return self.multiply_made(x, matrices.shape[-1], lambda e: matrices[e], lambda: matrices)
+
+    def multiply_made(
+        self,
+        x: torch.Tensor,
+        outputs: int,
+        one: Callable[[int], torch.Tensor],
+        every: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        """`multiply` by matrices that are made for it: `every` one of them at once, [E, in, outputs], or `one` [in,
+        outputs] at a time, of each group that has rows."""
         if compat_torch.grouped_mm_works(x):
-            return compat_torch.grouped_mm(_dense(x), matrices, self.ends)
-        found = x.new_empty(len(x), matrices.shape[-1])
+            return compat_torch.grouped_mm(_dense(x), every(), self.ends)
+        found = x.new_empty(len(x), outputs)
         for e, a, b in self._filled(x):
-            torch.mm(x[a:b], matrices[e], out=found[a:b])
+            torch.mm(x[a:b], one(e), out=found[a:b])
         return found
 
     def add_product(self, onto: torch.Tensor, x: torch.Tensor, matrices: torch.Tensor) -> None:

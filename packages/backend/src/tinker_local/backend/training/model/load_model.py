@@ -32,7 +32,7 @@ from tinker_local.backend.weights.kinds import maker_of
 from tinker_local.backend.weights.large_weights import RESIDENT, LargeWeights
 from tinker_local.backend.weights.lent_weights import SharedMatrices
 from tinker_local.backend.weights.memory_holder import refuse
-from tinker_local.backend.weights.packed import pack_layers, packable_modules
+from tinker_local.backend.weights.packed_stack import pack_decoder, packable_in
 from tinker_local.backend.weights.precision import BITS, Packable
 from tinker_local.backend.weights.published import WEIGHTS, forget_quantization, published_of
 from tinker_local.backend.weights.published_forms import UnknownMethodError
@@ -93,10 +93,7 @@ def packable(config: Any) -> Packable | None:
     family = family_of(config.model_type, config.name_or_path)
     if (published := published_of(config.name_or_path)) is not None:
         return published.packable
-    if family.lora.experts is not None:
-        return None
-    decoder = without_values(config, family).get_submodule(family.decoder_path)
-    return Packable.of((each.out_features, each.in_features) for _, each in packable_modules(decoder))
+    return packable_in(without_values(config, family).get_submodule(family.decoder_path))
 
 
 def supported_family(config: Any, where: str) -> Family:
@@ -316,7 +313,7 @@ def _load(
     model = model.eval().requires_grad_(False)
     if settings.weights in BITS:
         with stage("packed"):
-            pack_layers(model.get_submodule(family.decoder_path), settings.weights, device)
+            pack_decoder(model.get_submodule(family.decoder_path), settings.weights, device)
     shared = None
     if settings.shared_weights is not None:
         with stage("shared"):

@@ -21,29 +21,32 @@ from tinker_local.backend.training.model.experts import (
     gate_and_up,
 )
 from tinker_local.backend.weights.dense import DenseStack
+from tinker_local.backend.weights.frozen_matrix import FrozenStack
 from tinker_local.backend.weights.joined_names import EXPERTS_DOWN, EXPERTS_GATE_UP
+from tinker_local.backend.weights.packed_stack import PackedExperts, Stacks
 
 _KERNELS = TorchKernels()
 
 
-_MATRICES = {EXPERTS_GATE_UP, EXPERTS_DOWN}
-_BIASES = {f"{name}_bias" for name in _MATRICES}
-
-
 def weights_of(module: Any) -> ExpertWeights | None:
-    """The weights of transformers' `module`, as views, if it has the parts of routed experts and no others."""
-    found = {name: weight.detach() for name, weight in module.named_parameters(recurse=False)}
-    if found.keys() not in (_MATRICES, _MATRICES | _BIASES) or any(found[name].dim() != 3 for name in _MATRICES):
+    """The weights of transformers' `module`, as views, if it has the parts of routed experts and no others, or of the
+    packed module in its place."""
+    gate_up: FrozenStack
+    down: FrozenStack
+    if isinstance(module, PackedExperts):
+        gate_up, down = (getattr(module, name).stack() for name in (EXPERTS_GATE_UP, EXPERTS_DOWN))
+    elif (stacks := Stacks.of(module)) is not None:
+        gate_up, down = DenseStack(stacks.gate_up), DenseStack(stacks.down)
+    else:
         return None
-    biases = found.get(f"{EXPERTS_GATE_UP}_bias"), found.get(f"{EXPERTS_DOWN}_bias")
     gating = ClampedGating(module.alpha, module.limit) if hasattr(module, "limit") else SILU
-    gate_up, down = found[EXPERTS_GATE_UP], found[EXPERTS_DOWN]
-    for _ in range(2):
-        count, height, hidden = gate_up.shape
-        if down.shape == (count, hidden, height // 2):
-            return ExpertWeights(DenseStack(gate_up), DenseStack(down), *biases, gating)
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    return None
+    return ExpertWeights(gate_up, down, _bias(module, EXPERTS_GATE_UP), _bias(module, EXPERTS_DOWN), gating)
+
+
+def _bias(module: Any, name: str) -> torch.Tensor | None:
+    """That of the stack `name`, if it has one."""
+    bias: torch.Tensor | None = getattr(module, f"{name}_bias", None)
+    return None if bias is None else bias.detach()
 
 
 @torch.no_grad()

@@ -59,6 +59,7 @@ class ExpertsBlock:
         {"gate.weight", "experts.gate_up_proj", "experts.down_proj", "shared_expert_gate.weight"}
         | {f"shared_expert.{name}" for name in MlpBlock.parameters}
         | {"router.weight", "router.bias", "experts.gate_up_proj_bias", "experts.down_proj_bias"}
+        | {"experts.gate_up_proj.weight", "experts.down_proj.weight"}  # packed ones
     )
     norm_after: ClassVar[bool] = False
 
