@@ -12,15 +12,38 @@ BITS: Mapping[str, Bits] = {"int8": 8, "int4": 4}
 DENSE = "dense"
 """What a base of no fewer bits than its dtype is called, as a kind of frozen matrix is."""
 
+_AND_HEAD = "+head-"
+
+PIECE = 2**25
+"""Numbers of a packed embedding or LM head that exist at a time in the model's dtype: 8,192 rows of 4,096."""
+
 GROUPS = (128, 64, 32)
 """How many numbers of a row may share a scale. Narrow models have rows that 128 does not divide."""
 
 
+def word_of(layers: str | None, head: str | None) -> str | None:
+    """In what a base is, in one word: of its layers, and of embedding and LM head if they are in fewer bits, such as
+    int4+head-int8; None: dense."""
+    return layers if head is None else f"{layers or DENSE}{_AND_HEAD}{head}"
+
+
+def parts_of(word: str | None) -> tuple[str | None, str | None]:
+    """In what the layers are, and the embedding and LM head, by such a word; None: dense."""
+    layers, _, head = (word or DENSE).partition(_AND_HEAD)
+    return None if layers == DENSE else layers, head or None
+
+
 def base_in(precision: str | None) -> str:
     """A base model in `precision`, in words."""
-    if precision is None:
-        return "a dense base"
-    return f"a base in {BITS[precision]} bits ({precision})" if precision in BITS else f"a base in {precision}"
+    layers, head = parts_of(precision)
+    found = (
+        "a dense base"
+        if layers is None
+        else f"a base in {BITS[layers]} bits ({layers})"
+        if layers in BITS
+        else f"a base in {layers}"
+    )
+    return found if head is None else f"{found} with embedding and LM head in {BITS[head]} bits ({head})"
 
 
 def group_of(inputs: int) -> int | None:

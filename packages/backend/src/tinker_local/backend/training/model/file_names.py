@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from tinker_local.backend.weights.lent_weights import Place, stored_tensors
-from tinker_local.backend.weights.packed import MATRICES, PackedLinear, dense_name
+from tinker_local.backend.weights.packed import CODES, MATRICES, dense_name
+from tinker_local.backend.weights.packed_vocabulary import PackedHead, is_tied, shape_of
 from tinker_local.backend.weights.published import published_of
 from tinker_local.backend.weights.shared_memory import CannotShareError
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,8 +29,8 @@ def places_in_files(model: Any, pieces: Mapping[int, int], source: str) -> Mappi
     """
     state = {name: each.detach() for name, each in model.state_dict().items()}
     # transformers knows the names of dense matrices: one without memory stands for each packed one.
-    packed = {path: each for path, each in model.named_modules() if isinstance(each, PackedLinear)}
-    dense = {path: torch.empty(each.out_features, each.in_features, device="meta") for path, each in packed.items()}
+    packed = {path: each for path, each in model.named_modules() if CODES in each._parameters}
+    dense = {path: torch.empty(shape_of(each), device="meta") for path, each in packed.items()}
     try:
         with torch.no_grad(), _Views():
             own = revert_weight_conversion(
@@ -42,6 +43,8 @@ def places_in_files(model: Any, pieces: Mapping[int, int], source: str) -> Mappi
     found: dict[str, Place] = {}
     paths = {id(each): path for path, each in dense.items()}
     of_packed = {name: paths[id(tensor)] for name, tensor in own.items() if id(tensor) in paths}
+    if isinstance(model.lm_head, PackedHead) and is_tied(model):  # one matrix, as in files, and in vLLM
+        of_packed = {name: path for name, path in of_packed.items() if packed[path] is not model.lm_head}
     published = published_of(source)
     without = of_packed.keys() | (published.consumed if published else frozenset())
     for name, stored in stored_tensors(source, {}, without):
