@@ -30,7 +30,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 from tests.training.conftest import Maker
 
 ROWS, INPUTS = 1000, 64
-ALL = dict(train_attn=True, train_mlp=True, train_unembed=True)
+ALL = {"train_attn": True, "train_mlp": True, "train_unembed": True}
 
 
 def whole_numbers(*shape: int, most: int, seed: int = 0) -> torch.Tensor:
@@ -229,7 +229,7 @@ def test_training_is_that_of_a_model_with_these_numbers(
         trainer = HFTrainer(config)
         for at in range(2):
             add_adapter(trainer, f"a{at}", seed=at + 1, **ALL)
-        results = trainer.forward_backward(works)
+        results: Any = trainer.forward_backward(works)
         logprobs = {
             f"{at}": np.concatenate([one["logprobs"] for one in each.outputs]) for at, each in enumerate(results)
         }

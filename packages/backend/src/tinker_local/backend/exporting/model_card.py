@@ -7,7 +7,7 @@ from tinker_local.backend.adapters.peft_experts import PEFT_VERSION
 from tinker_local.backend.exporting.peft_folder import vllm_rank
 from tinker_local.backend.exporting.trained import Trained
 from tinker_local.backend.storage.records import ELSEWHERE
-from tinker_local.backend.weights.precision import BITS, DENSE, base_in
+from tinker_local.backend.weights.precision import DENSE, base_in
 
 Target = Literal["peft", "vllm", "merged"]
 
@@ -62,11 +62,10 @@ def _base_of_training(trained: Trained, to: Target) -> list[str]:
     if (precision := source.base_precision) is None and trained.base.published is not None:
         lines.append(f"- trained on {base_in(None)}, or by a server that did not record it")
     elif precision is not None and precision != trained.base.precision:
-        groups = " and ".join(map(str, trained.base.groups))
-        bits = f"{BITS[precision]} bits ({precision}, groups of {groups})" if precision in BITS else precision
+        told = base_in(precision, f", groups of {' and '.join(map(str, trained.base.groups))}")
         does = "was merged into" if to == "merged" else "is for"
         lines.append(
-            f"- trained on a base in {bits}: it learned beside that rounding, and {does} the base as its files have it "
+            f"- trained on {told}: it learned beside that rounding, and {does} the base as its files have it "
             f"({trained.base.dtype}), with which it was compared"
         )
     if source.began_on == ELSEWHERE:

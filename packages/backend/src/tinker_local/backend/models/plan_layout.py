@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -91,13 +92,19 @@ def _in_fewer_bits(
 ) -> str:
     """The precision of the base that would fit, in words; empty if none would."""
     sizes = model.sizes
-    if gpus > 1 or sizes.packed_bits or sizes.packable is None or not model.one_copy:
+    if gpus > 1 or not model.one_copy:
         return ""
-    for precision, bits in BITS.items():
-        packed = replace(model, sizes=replace(sizes, packed_bits=bits))
+    of_layers = {"": 0} if sizes.packed_bits or not sizes.packable else {"": 0, **BITS}
+    of_head = {"": 0} if sizes.head_bits or not sizes.packable_head else {"": 0, "int8": BITS["int8"]}
+    for (head, head_bits), (layers, bits) in itertools.product(of_head.items(), of_layers.items()):
+        chosen = {"--base-precision": layers, "--head-precision": head}
+        if not (told := " ".join(f"{option} {value}" for option, value in chosen.items() if value)):
+            continue
+        fewer = replace(sizes, packed_bits=bits or sizes.packed_bits, head_bits=head_bits or sizes.head_bits)
+        packed = replace(model, sizes=fewer)
         with contextlib.suppress(ValueError):
             plan_layout(packed, options, gpus, memory_of)
-            return f"; --base-precision {precision} fits"
+            return f"; {told} fits"
     return ""
 
 

@@ -55,7 +55,8 @@ class EngineOptions:
     adapters may change the vision tower, which also takes `max_rank` in each slot. `shared_weights`: the address of a
     `MemoryHolder` with the matrices of a trainer on the same device, which the engine then reads where it can
     (`shared_weights.py`). `weights`: the kind of its matrices, of `weights/kinds.py`, and `head_weights` of embedding
-    and LM head; those that are not dense are read from a trainer. `spare_bytes`: of a GPU, left to others while nothing is sampled.
+    and LM head; those that are not dense are read from a trainer. `spare_bytes`: of a GPU, left to others while nothing
+    is sampled.
     """
 
     model: str

@@ -39,7 +39,8 @@ LOAD_FORMAT = "tinker_local_shared"
 @dataclass(slots=True, eq=False)
 class Reading:
     """Where an engine that is built with `LOAD_FORMAT` gets its weights: from the holder at the address `holder`.
-    `head`: in what its embedding and LM head are. `matrices`: what it has got there. `shared`, `whole`: bytes of them that its matrices are, and of all weights."""
+    `head`: in what its embedding and LM head are. `matrices`: what it has got there. `shared`, `whole`: bytes of them
+    that its matrices are, and of all weights."""
 
     holder: str | None
     head: str = DENSE

@@ -108,7 +108,7 @@ class _PackedRows(torch.nn.Embedding):
 
 
 @functools.cache
-def _class_of(original: type[torch.nn.Embedding]) -> type[torch.nn.Embedding]:
+def _class_of(original: Any) -> Any:
     """The class `original` with `_PackedRows` in place of `torch.nn.Embedding`."""
     bases = (_PackedRows,) if original is torch.nn.Embedding else (original, _PackedRows)
     return type(f"Packed{original.__name__}", bases, {})

@@ -33,13 +33,13 @@ def parts_of(word: str | None) -> tuple[str | None, str | None]:
     return None if layers == DENSE else layers, head or None
 
 
-def base_in(precision: str | None) -> str:
-    """A base model in `precision`, in words."""
+def base_in(precision: str | None, more: str = "") -> str:
+    """A base model in `precision`, in words, and `more` of the codes of its layers."""
     layers, head = parts_of(precision)
     found = (
         "a dense base"
         if layers is None
-        else f"a base in {BITS[layers]} bits ({layers})"
+        else f"a base in {BITS[layers]} bits ({layers}{more})"
         if layers in BITS
         else f"a base in {layers}"
     )

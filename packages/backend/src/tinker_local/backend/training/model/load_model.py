@@ -258,7 +258,8 @@ def load_model(settings: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> Lo
     make = maker_of(settings.weights, shards=settings.shards, experts=family.lora.experts is not None)
     if settings.head_weights != DENSE and settings.shards > 1:
         raise UnsupportedError(
-            f"an LM head in {settings.head_weights} cannot be divided over {settings.shards} ranks: only a dense one can"
+            f"an LM head in {settings.head_weights} cannot be divided over {settings.shards} ranks: only a dense one "
+            "can"
         )
     text_config = config.get_text_config()
     place = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
