@@ -832,7 +832,7 @@ PATCHES = (
         ("quant_method", "weight"),
         ("sampling/test_packed_head_sampling.py::test_both_engines_look_up_and_multiply_by_one_copy_of_codes",),
         hook="get_quant_method, which is public, where a model hands its config to embedding and LM head",
-        used_in=("packed_vocabulary.py",),
+        used_in=("vocabulary_method.py",),
     ),
     Patch(
         "releasing an engine frees its weights and forgets its LoRA slots",

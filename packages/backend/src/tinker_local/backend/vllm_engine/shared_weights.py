@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from tinker_local.backend.stages import stage
 from tinker_local.backend.vllm_engine.compat_vllm import served_model
-from tinker_local.backend.vllm_engine.packed_vocabulary import pack_vocabularies
+from tinker_local.backend.vllm_engine.vocabulary_method import pack_vocabularies
 from tinker_local.backend.weights.lent_weights import LentWeights, SharedMatrices
 from tinker_local.backend.weights.memory_holder import get, refuse
 from tinker_local.backend.weights.packed import CODES

@@ -1,7 +1,6 @@
 """The embedding and the LM head in 8 bits (`codes.py`), tied or not. Each is a matrix of a vocabulary, [V, H], the
 largest of many models, so that it is never made whole: rows are looked up, or multiplied by a piece at a time."""
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -107,7 +106,6 @@ class _PackedRows(torch.nn.Embedding):
         return rows_of(tensors_of(self), input, self.weight.dtype)
 
 
-@functools.cache
 def _class_of(original: Any) -> Any:
     """The class `original` with `_PackedRows` in place of `torch.nn.Embedding`."""
     bases = (_PackedRows,) if original is torch.nn.Embedding else (original, _PackedRows)

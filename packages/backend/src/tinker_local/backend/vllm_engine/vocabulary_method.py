@@ -52,8 +52,8 @@ def pack_vocabularies(model: Any, precision: str, device: torch.device, where: s
     layers = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
     if not layers:
         raise UnsupportedError(
-            f"{where}: --head-precision {precision}: this vLLM has no embedding of its own class for this model; serve "
-            "it without the option"
+            f"{where}: --head-precision {precision}: this model has none of vLLM's embeddings in this vLLM; serve it "
+            "without the option"
         )
     made: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
     kept: list[torch.Tensor] = []  # so that no other gets the number of one of them
