@@ -15,7 +15,6 @@ from tests.conftest import Server, start_server
 from tests.e2e.test_agreement import agree_in_fewer_bits
 from tests.families.test_other_families import tiny
 
-
 BASES = {
     "int8": ("--base-precision", "int8"),
     "int4": ("--base-precision", "int4"),

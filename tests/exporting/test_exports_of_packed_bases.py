@@ -12,6 +12,7 @@ from tinker_local.backend.exporting import export_checkpoint
 from tinker_local.backend.exporting.base_model import find_base
 from tinker_local.backend.exporting.check_export import Reference, make_probe
 from tinker_local.backend.exporting.trained import find_checkpoint, read_trained
+from tinker_local.backend.weights.precision import parts_of
 from tinker_local.types import InvalidRequestError
 
 from tests.exporting.conftest import Tuned
@@ -28,35 +29,48 @@ def described(tuned: Tuned, folder: Path, **fields: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("to", ["merged", "peft"])
-def test_an_export_names_the_bits_of_the_base_and_how_far_it_is_from_it(tuned: Make, tmp_path: Path, to: Any) -> None:
+IN_4_BITS = "a base in 4 bits (int4{})"
+WITH_HEAD = " with embedding and LM head in 8 bits (int8)"
+
+
+@pytest.mark.parametrize(
+    ("to", "precision", "told"),
+    [
+        ("merged", "int4", IN_4_BITS),
+        ("peft", "int4", IN_4_BITS),
+        ("merged", "int4+head-int8", IN_4_BITS + WITH_HEAD),
+        ("peft", "dense+head-int8", "a dense base" + WITH_HEAD),
+    ],
+)
+def test_an_export_names_the_bits_of_the_base_and_how_far_it_is_from_it(
+    tuned: Make, tmp_path: Path, to: Any, precision: str, told: str
+) -> None:
+    """Also those of embedding and LM head. It is made of the files, and compared with the base that these are."""
     trained = tuned("qwen3")
-    checkpoint = described(trained, tmp_path / "c", base_precision="int4")
+    checkpoint = described(trained, tmp_path / "c", base_precision=precision)
     exported = export_checkpoint(checkpoint, tmp_path / "o", to=to, base=str(trained.model))
     base = find_base(str(trained.model), "")
     adapter = read_trained(find_checkpoint(str(checkpoint), tmp_path), base)
     found = []
-    for weights in ("dense", "int4"):
-        reference = Reference(adapter, "cpu", weights)
+    for weights in ((None, None), parts_of(precision)):
+        reference = Reference(adapter, "cpu", *weights)
         found.append(reference.logprobs(make_probe(base).prompts)[0])
         reference.close()
     apart = np.abs(found[0] - found[1])
-    assert apart.max() > 0.01  # else this would show nothing
+    assert apart.max() > 1e-3  # else this would show nothing
     assert exported.checked is not None
     assert exported.checked.agrees  # with the dense base
     card = (tmp_path / "o" / "README.md").read_text()
     assert (base.config.hidden_size, base.config.intermediate_size) == (64, 128)
     does = "was merged into" if to == "merged" else "is for"
+    of_groups = told.format(", groups of 128 and 64")
+    assert f"- trained on {of_groups}: it learned beside that rounding, and {does}" in card
     assert (
-        f"- trained on a base in 4 bits (int4, groups of 128 and 64): it learned beside that rounding, and {does}"
-        in card
-    )
-    assert (
-        f"; on a base in 4 bits (int4), where it was trained, the trainer's are {apart.max():.2g} nats from these at "
+        f"; on {told.format('')}, where it was trained, the trainer's are {apart.max():.2g} nats from these at "
         f"most, {apart.mean():.2g} on average"
     ) in card
     assert "first weights" not in card
-    [warning] = [each for each in exported.warnings if "4 bits" in each]
+    [warning] = [each for each in exported.warnings if " bits " in each]
     assert "measure it before you rely on it" in warning
 
 

@@ -22,6 +22,7 @@ from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.models.load_engines import load_fake
 from tinker_local.backend.models.served_models import Engines
 from tinker_local.backend.scheduling.run_queue import GradientCommand
+from tinker_local.backend.weights.precision import word_of
 from tinker_local.types import Datum, ForwardBackwardRequest, ModelInput
 from tinker_local.types.codec import (
     decode_forward_backward_output,
@@ -312,7 +313,7 @@ async def open_api(
             arch="fake",
             tolerance=1e-4,
             text=FakeText(model),
-            base_precision=options.base_precision,
+            base_precision=word_of(options.base_precision, options.head_precision),
         )
         return engines[source.name]
 

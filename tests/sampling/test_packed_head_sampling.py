@@ -16,8 +16,8 @@ from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.compat_vllm import served_model
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
-from tinker_local.backend.vllm_engine.vocabulary_method import pack_vocabularies
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
+from tinker_local.backend.vllm_engine.vocabulary_method import pack_vocabularies
 from tinker_local.backend.weights.memory_holder import MemoryHolder
 from tinker_local.backend.weights.packed import dense_name, tensors_of
 from tinker_local.backend.weights.published import WEIGHTS
@@ -217,7 +217,5 @@ async def test_adapters_of_a_packed_head_and_images_in_one_step(
 
 def test_a_model_without_vllms_embedding_is_refused() -> None:
     model = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(4, 32)})
-    with pytest.raises(
-        UnsupportedError, match=r"^m: --head-precision int8: this model has none of vLLM"
-    ):
+    with pytest.raises(UnsupportedError, match=r"^m: --head-precision int8: this model has none of vLLM"):
         pack_vocabularies(model, "int8", torch.device("cpu"), "m")

@@ -94,6 +94,7 @@ def test_a_plan_is_that_of_the_server(tmp_path: Path, monkeypatch: pytest.Monkey
         ([free_gpu(23.5, "RTX 4090")], BackendOptions(max_rank=32)),
         ([free_gpu(40, "A100 40GB")], BackendOptions(shared_weights="off", max_rank=32)),
         ([free_gpu(15.6, "RTX 4060 Ti")], BackendOptions(base_precision="int4")),
+        ([free_gpu(11.6, "RTX 3060")], BackendOptions(base_precision="int4", head_precision="int8", max_rank=32)),
         ([free_gpu(23.5, "RTX 4090")] * 2, BackendOptions()),
         ([free_gpu(23.5, "RTX 4090")] * 2, BackendOptions(train_gpus=(1,))),
         ([free_gpu(44, "L40S"), GpuMemory(2**30, 44 * 2**30, "L40S")], BackendOptions()),
