@@ -38,10 +38,10 @@ def whole_numbers(*shape: int, most: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(-most, most + 1, shape, generator=generator)
 
 
-def stored() -> Packed:
+def stored(device: str = "cpu") -> Packed:
     """Of whole numbers: so small that sums of the products below are exact, in whatever order."""
     scales = torch.where(torch.arange(ROWS) % 2 == 0, 1.0, 2.0).bfloat16().unsqueeze(-1)
-    return Packed(whole_numbers(ROWS, INPUTS, most=1).to(torch.int8), scales)
+    return Packed(whole_numbers(ROWS, INPUTS, most=1).to(torch.int8).to(device), scales.to(device))
 
 
 class Largest(TorchDispatchMode):
@@ -57,16 +57,16 @@ class Largest(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize("piece", [INPUTS, 100 * INPUTS, 333 * INPUTS, 2**25], ids=["1", "100", "333", "all"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_products_are_the_same_whatever_the_piece(piece: int, dtype: torch.dtype) -> None:
-    """And rounded once, as those of a whole matrix: sums over a vocabulary are beyond what bfloat16 has bits for."""
-    matrix = VocabularyMatrix(stored(), dtype, piece)
+def check_products(piece: int, dtype: torch.dtype, device: str) -> None:
+    """They are rounded once, as those of a whole matrix: sums over a vocabulary are beyond what bfloat16 has bits
+    for."""
+    matrix = VocabularyMatrix(stored(device), dtype, piece)
     weight = from_codes(matrix.stored.codes, matrix.stored.scales, torch.float64)
-    x, grad = whole_numbers(3, INPUTS, most=1).to(dtype), whole_numbers(3, ROWS, most=7, seed=1).to(dtype)
+    x = whole_numbers(3, INPUTS, most=1).to(device, dtype)
+    grad = whole_numbers(3, ROWS, most=7, seed=1).to(device, dtype)
     product, back = x.double() @ weight.T, grad.double() @ weight
     assert product.abs().max() + grad.double().abs().max() < 256 < back.abs().max()
-    bias = whole_numbers(ROWS, most=5).to(dtype)
+    bias = whole_numbers(ROWS, most=5).to(device, dtype)
     assert (matrix.outputs, matrix.inputs, matrix.dtype) == (ROWS, INPUTS, dtype)
     assert torch.equal(matrix.times(x), product.to(dtype))
     assert torch.equal(matrix.times_plus(x, bias), (product + bias.double()).to(dtype))
@@ -74,6 +74,23 @@ def test_products_are_the_same_whatever_the_piece(piece: int, dtype: torch.dtype
     assert torch.equal(matrix.add_times(grad.clone(), x), (product + grad.double()).to(dtype))
     assert torch.equal(matrix.back(grad), back.to(dtype))
     assert torch.equal(matrix.add_back(x.clone(), grad), (x.double() + back).to(dtype))
+
+
+@pytest.mark.parametrize("piece", [INPUTS, 100 * INPUTS, 333 * INPUTS, 2**25], ids=["1", "100", "333", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_products_are_the_same_whatever_the_piece(piece: int, dtype: torch.dtype) -> None:
+    check_products(piece, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_the_same_whatever_the_piece_on_a_gpu(dtype: torch.dtype) -> None:
+    for piece in (100 * INPUTS, 333 * INPUTS, 2**25):
+        check_products(piece, dtype, "cuda")
+    codes = Packed(*(each.cuda() for each in to_codes(torch.randn(ROWS, 2 * INPUTS), 8)))
+    ids = torch.randint(0, ROWS, (2, 3), device="cuda")
+    assert torch.equal(rows_of(codes, ids, dtype), codes.numbers(dtype)[ids])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
