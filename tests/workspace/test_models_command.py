@@ -132,6 +132,10 @@ def test_the_plan_takes_the_options_that_a_refusal_advises() -> None:
     assert 0 < usual < fit("--gpu=4090", "--max-rank=32") < 40960
     assert fit("--gpu=4090", "--max-context-length=1024") == 1024
     assert fit("--gpu=4090", "--micro-batch-tokens=1024") > usual
+    fewer = ("--gpu=4060 Ti", "--base-precision=int4")
+    assert 0 < fit(*fewer) < fit(*fewer, "--head-precision=int8")
+    kept = "trainer and sampler in bfloat16, layers in int4, embedding and LM head in int8\n"
+    assert kept in planned("Qwen/Qwen3-8B", *fewer, "--head-precision=int8").output
     assert fit("--gpu=4090", "--dtype=float32") == fit("--gpu=4090", "--shared-weights=off") == 0
     assert fit("--gpu=2x4090") > usual, "one trains and one samples"
     apart = planned("Qwen/Qwen3-8B", "--gpu=2xRTX 5090", "--sample-gpus=1").output
