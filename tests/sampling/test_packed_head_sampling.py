@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
 from tinker_local.backend.training.run.worker import HFTrainer
@@ -138,6 +139,29 @@ async def test_both_engines_look_up_and_multiply_by_one_copy_of_codes(
         allowed = max(1e-4, 4 * float(np.abs(rounded - expected).max()))  # as transformers' own float32
         np.testing.assert_allclose(sampled, expected, atol=allowed, rtol=0)
         np.testing.assert_allclose(trained, expected, atol=allowed, rtol=0)
+    finally:
+        await sampler.close()
+        trainer.close()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+async def test_files_may_have_a_tied_head_once_more(family: Any, holder: MemoryHolder, tmp_path: Path) -> None:
+    """As those of Qwen3-0.6B."""
+    folder = written(family, True, tmp_path / "model")
+    file = Path(folder) / "model.safetensors"
+    tensors = load_file(file)
+    assert "lm_head.weight" not in tensors
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
+    trainer, sampler = engines(folder, holder)
+    try:
+        model: Any = served_model(sampler._engine._engine)
+        assert trainer._loaded.tied_head
+        served = [each.qweight for each in model.modules() if hasattr(each, "qweight") and hasattr(each, "tp_size")]
+        assert len({each.data_ptr() for each in served if len(each) == ODD}) == 1
+        sampled = (await logprobs(sampler))[-len(TOKENS) + 1 :]
+        trained = trainer.logprobs(None, RenderedInput(TOKENS.astype(np.int32)))[-len(sampled) :]
+        np.testing.assert_allclose(sampled, trained, atol=1e-4, rtol=0)
     finally:
         await sampler.close()
         trainer.close()

@@ -110,12 +110,13 @@ def register() -> None:
 
         def load_weights(self, model: Any, model_config: Any) -> None:
             read = _reading.get()
-            if read.head != DENSE:
-                pack_vocabularies(model, read.head, self._emptied.device, model_config.model)
+            tied = read.head != DENSE and pack_vocabularies(model, read.head, self._emptied.device, model_config.model)
             self._until_loaded.close()  # what vLLM makes of matrices afterwards is its affair
             torch.cuda.empty_cache()  # each had memory before it was emptied
             with stage("trainer waited for"):
                 weights = read.get(model_config.model, self._emptied.device)
+            if tied:  # whatever the files have: newer versions tie only what has no matrix there
+                weights = weights.codes_once()
             try:
                 with stage("shared"):
                     read.shared = self._emptied.fill(model, weights)

@@ -43,9 +43,10 @@ def _times(x: torch.Tensor, stored: Packed) -> torch.Tensor:
     return times(x, stored) if x.is_cuda and len(x) <= FEW else VocabularyMatrix(stored, x.dtype).times(x)
 
 
-def pack_vocabularies(model: Any, precision: str, device: torch.device, where: str) -> None:
+def pack_vocabularies(model: Any, precision: str, device: torch.device, where: str) -> bool:
     """Give each embedding and LM head of vLLM's `model` codes of `precision` and scales in place of its matrix; tied
-    ones have the same. They are on `device`, and have no numbers yet. UnsupportedError if it has other embeddings, or
+    ones have the same. They are on `device`, and have no numbers yet. Returns whether there is one matrix alone.
+    UnsupportedError if it has other embeddings, or
     several processes with parts of them. `where`: the model's name."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -73,6 +74,7 @@ def pack_vocabularies(model: Any, precision: str, device: torch.device, where: s
         # vLLM's adapters ask for its dtype and where it is.
         layer.weight = torch.empty(0, layer.embedding_dim, dtype=weight.dtype, device=device)
         layer.quant_method = _method()
+    return len(made) == 1
 
 
 def _parameters(

@@ -100,6 +100,17 @@ class LentWeights:
         tensors = dict(stored_tensors(source, lent, packed)) | orders | lent
         return LentWeights(tensors, frozenset(lent), matrices)
 
+    def codes_once(self) -> "LentWeights":
+        """Without packed matrices that are those of another name before: of an LM head that the sampler ties."""
+        given: set[int] = set()
+        again = set()
+        for name, tensor in self.tensors.items():
+            if name in self.lent and name != dense_name(name):
+                again |= {name} if tensor.data_ptr() in given else set()
+                given.add(tensor.data_ptr())
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name not in again}
+        return LentWeights(tensors, self.lent - again, self.matrices)
+
     def storages(self) -> dict[int, torch.Tensor]:
         """One of the lent tensors in each piece of memory, by the address of its storage."""
         return {self.tensors[name].untyped_storage()._cdata: self.tensors[name] for name in self.lent}

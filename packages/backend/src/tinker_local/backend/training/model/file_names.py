@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from tinker_local.backend.weights.lent_weights import Place, stored_tensors
 from tinker_local.backend.weights.packed import CODES, MATRICES, dense_name
-from tinker_local.backend.weights.packed_vocabulary import PackedHead, is_tied, shape_of
+from tinker_local.backend.weights.packed_vocabulary import shape_of
 from tinker_local.backend.weights.published import published_of
 from tinker_local.backend.weights.shared_memory import CannotShareError
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,15 +43,14 @@ def places_in_files(model: Any, pieces: Mapping[int, int], source: str) -> Mappi
     found: dict[str, Place] = {}
     paths = {id(each): path for path, each in dense.items()}
     of_packed = {name: paths[id(tensor)] for name, tensor in own.items() if id(tensor) in paths}
-    if isinstance(model.lm_head, PackedHead) and is_tied(model):  # one matrix, as in files, and in vLLM
-        of_packed = {name: path for name, path in of_packed.items() if packed[path] is not model.lm_head}
     published = published_of(source)
     without = of_packed.keys() | (published.consumed if published else frozenset())
     for name, stored in stored_tensors(source, {}, without):
         place = Place.of(own[name], pieces) if name in own else None
         if place is not None and _same(own[name], stored):
             found[name] = place
-    for name, path in of_packed.items():
+    # A tied head comes after the embedding, whose codes it has (`LentWeights.codes_once`).
+    for name, path in sorted(of_packed.items(), key=lambda pair: packed[pair[1]] is model.lm_head):
         for kind in MATRICES:
             if (matrix := getattr(packed[path], kind, None)) is not None:
                 place = Place.of(matrix.detach(), pieces)
