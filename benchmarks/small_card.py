@@ -172,6 +172,7 @@ def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[s
         before, began = UsedMemory.now(), time.monotonic()
         serve = ["--model", f"{MODEL}={model}", "--max-rank", str(options.rank)]
         serve += ["--base-precision", options.base_precision] if options.base_precision else []
+        serve += ["--head-precision", options.head_precision] if options.head_precision else []
         serve += ["--kv-cache", "0.25"] if options.tiny else ["--max-context-length", str(options.context)]
         log_file = logs / "serve.log"
         with UsedMemory() as memory, served(folder / "data", *serve, "--verbose", log=log_file) as url:
@@ -197,15 +198,13 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="a folder, instead of a shape's random weights")
     parser.add_argument("--rank", type=int, default=32, help="of the adapter, and --max-rank")
     parser.add_argument("--base-precision", choices=("int8", "int4"), help="of the server; by default bfloat16")
+    parser.add_argument("--head-precision", choices=("int8",), help="the same of embedding and LM head")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU")
     parser.add_argument("--out", type=Path, help="folder for a dated file of the result")
     options = parser.parse_args()
     os.environ.update(processes.environment())
-    lines = [
-        *machine.describe(),
-        f"{options.model or options.shape} {options.base_precision or ''}, {options.gib} GiB free",
-        "",
-    ]
+    kept = f"{options.base_precision or ''} {'head ' + options.head_precision if options.head_precision else ''}"
+    lines = [*machine.describe(), f"{options.model or options.shape} {kept}, {options.gib} GiB free", ""]
     print(*lines, sep="\n", flush=True)
     with tempfile.TemporaryDirectory(dir=None if options.tiny else room_for_models()) as folder:
         logs = (options.out or Path(folder)) / "small-card-logs"

@@ -473,3 +473,30 @@ def test_in_fewer_bits_both_engines_read_one_copy_on_one_gpu(place: Place, free:
     ):
         with pytest.raises(ValueError, match=rf"^--base-precision int8: .* one copy; {why}$"):
             check_precision(BackendOptions(base_precision="int8", **options), gpus)
+
+
+def test_embedding_and_head_in_8_bits_take_half(place: Place, free: dict[int, float]) -> None:
+    """Beside layers in any precision, and the plan says so where it fits and nothing less does."""
+    free[0] = 12
+    with pytest.raises(
+        ValueError, match=r"the weights \(17.4 GiB\), .*; --base-precision int4 --head-precision int8 fits$"
+    ):
+        place(16, gpus=1, shared=True)
+    with pytest.raises(ValueError, match=r"the weights \(6.6 GiB\), .*; --head-precision int8 fits$"):
+        place(16, gpus=1, shared=True, base_precision="int4")
+    assert place(16, gpus=1, shared=True, base_precision="int4", head_precision="int8").layout == ONE_GPU
+    with pytest.raises(ValueError, match=r"the weights \(16.0 GiB\), .*; --base-precision int4 fits$"):
+        place(16, gpus=1, shared=True, head_precision="int8")
+    for told, options in (
+        ("--head-precision int8", {}),
+        ("--base-precision int4 --head-precision int8", {"base_precision": "int4"}),
+    ):
+        chosen: Any = {"head_precision": "int8", **options}
+        check_precision(BackendOptions(**chosen), 1)
+        with pytest.raises(
+            ValueError, match=rf"^{told}: trainer and sampler have to read one copy; 2 GPUs are visible"
+        ):
+            check_precision(BackendOptions(**chosen), 2)
+        with pytest.raises(ValueError, match=rf"^{told}: trainer and sampler have to read one copy; --shared-weights"):
+            check_precision(BackendOptions(**chosen, shared_weights="off"), 1)
+    check_precision(BackendOptions(head_precision="int8"), 1, published="GPTQ in 4 bits")

@@ -5,11 +5,12 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.weights.precision import parts_of
 from tinker_local.types import LoraConfig
 
 from tests.e2e.test_sampler_restarts import wait_until
@@ -22,14 +23,16 @@ def killed(process: Any) -> float:
     return time.monotonic()
 
 
-def one_copy(folder: Path, precision: Any = None) -> BackendOptions:
-    """Of a server whose engines share their weights, each in a process."""
+def one_copy(folder: Path, precision: str | None = None) -> BackendOptions:
+    """Of a server whose engines share their weights, each in a process. `precision`: of the base, in one word."""
+    layers, head = parts_of(precision)
     return BackendOptions(
         data_dir=folder,
         trainer="process",
         sampler="process",
         shared_weights="always",
-        base_precision=precision,
+        base_precision=cast(Any, layers),
+        head_precision=cast(Any, head),
         max_rank=8,
         kv_cache_bytes=2**28,
         max_context_length=256,
@@ -38,7 +41,9 @@ def one_copy(folder: Path, precision: Any = None) -> BackendOptions:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("name", "precision"), [("tiny/text", None), ("tiny/vision", None), ("tiny/vision", "int4")])
+@pytest.mark.parametrize(
+    ("name", "precision"), [("tiny/text", None), ("tiny/vision", None), ("tiny/vision", "int4+head-int8")]
+)
 def test_what_one_engine_leaves_the_other_reads(
     name: str, precision: Any, start_in_process: Any, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -24,12 +24,19 @@ from tests.e2e.test_agreement import (
 )
 from tests.families.test_other_families import tiny
 
+BASES = {
+    "int8": ("--base-precision", "int8"),
+    "int4": ("--base-precision", "int4"),
+    "int4 with its head": ("--base-precision", "int4", "--head-precision", "int8"),
+    "dense with its head": ("--head-precision", "int8"),
+}
 
-@pytest.fixture(scope="module", params=["int8", "int4"])
+
+@pytest.fixture(scope="module", params=BASES)
 def packed_server(request: Any, tiny_models: dict[str, Path], tmp_path_factory: Any) -> Iterator[Server]:
     name = "tiny/vision"
     folder = tmp_path_factory.mktemp("packed")
-    server = start_server(folder, "--model", f"{name}={tiny_models[name]}", "--base-precision", request.param)
+    server = start_server(folder, "--model", f"{name}={tiny_models[name]}", *BASES[request.param])
     yield server
     server.stop()
 
@@ -82,4 +89,24 @@ def test_what_cannot_be_packed_is_refused_before_it_is_loaded(
         make_tiny_text_model(path, family=family)
     options = BackendOptions(data_dir=tmp_path / "data", base_precision="int4")
     with pytest.raises(UnsupportedError, match=rf"/model: --base-precision int4: {why}"):
+        start_in_process(InProcessBackend([ModelSource("m", str(path))], options))
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ("narrow", "rows of its embedding and LM head have 48 numbers, which cannot be divided into groups of 32"),
+        ("gpt_oss", "vLLM has another form of the weights of gpt_oss models than the trainer"),
+    ],
+)
+def test_a_head_that_cannot_be_packed_is_refused_before_it_is_loaded(
+    model: Any, why: str, start_in_process: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "model"
+    if model == "narrow":
+        make_tiny_text_model(path, shape=TextShape(hidden_size=48))
+    else:
+        make_tiny_text_model(path, family=model)
+    options = BackendOptions(data_dir=tmp_path / "data", head_precision="int8")
+    with pytest.raises(UnsupportedError, match=rf"/model: --head-precision int8: {why}.*; serve it without the option"):
         start_in_process(InProcessBackend([ModelSource("m", str(path))], options))

@@ -15,14 +15,20 @@ from tests.e2e.test_agreement import agree_in_fewer_bits
 from tests.published_checkpoints import Method, fp8, gptq, publish
 
 METHODS: dict[str, Callable[[], Method]] = {"gptq": lambda: gptq(4, 32), "fp8": lambda: fp8((128, 128))}
+CASES = {
+    "gptq": ("gptq", ()),
+    "fp8": ("fp8", ()),
+    "gptq with its head": ("gptq", ("--head-precision", "int8")),
+}
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=CASES)
 def published_server(request: Any, tiny_models: dict[str, Path], tmp_path_factory: Any) -> Iterator[Server]:
     name = "tiny/vision"
     folder = tmp_path_factory.mktemp("published")
-    packed, _ = publish(tiny_models[name], folder, METHODS[request.param]())
-    server = start_server(folder / "data", "--model", f"{name}={packed}")
+    method, options = CASES[request.param]
+    packed, _ = publish(tiny_models[name], folder, METHODS[method]())
+    server = start_server(folder / "data", "--model", f"{name}={packed}", *options)
     yield server
     server.stop()
 

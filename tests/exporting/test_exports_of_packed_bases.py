@@ -14,6 +14,7 @@ from tinker_local.backend.exporting.check_export import Reference, make_probe
 from tinker_local.backend.exporting.trained import find_checkpoint, read_trained
 from tinker_local.backend.tiny_models import make_tiny_text_model
 from tinker_local.backend.tiny_models.shapes import TextShape
+from tinker_local.backend.weights.precision import option_of, parts_of
 from tinker_local.types import InvalidRequestError
 
 from tests.exporting.conftest import Tuned
@@ -30,35 +31,49 @@ def described(tuned: Tuned, folder: Path, **fields: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("to", ["merged", "peft"])
-def test_an_export_names_the_bits_of_the_base_and_how_far_it_is_from_it(tuned: Make, tmp_path: Path, to: Any) -> None:
+IN_4_BITS = "a base in 4 bits (int4-curved{})"
+WITH_HEAD = " with embedding and LM head in 8 bits (int8)"
+
+
+@pytest.mark.parametrize(
+    ("to", "precision", "told"),
+    [
+        ("merged", "int4-curved", IN_4_BITS),
+        ("peft", "int4-curved", IN_4_BITS),
+        ("merged", "int4-curved+head-int8", IN_4_BITS + WITH_HEAD),
+        ("peft", "dense+head-int8", "a dense base" + WITH_HEAD),
+    ],
+)
+def test_an_export_names_the_bits_of_the_base_and_how_far_it_is_from_it(
+    tuned: Make, tmp_path: Path, to: Any, precision: str, told: str
+) -> None:
+    """Also those of embedding and LM head. It is made of the files, and compared with the base that these are."""
     trained = tuned("qwen3")
-    checkpoint = described(trained, tmp_path / "c", base_precision="int4-curved")
+    checkpoint = described(trained, tmp_path / "c", base_precision=precision)
     exported = export_checkpoint(checkpoint, tmp_path / "o", to=to, base=str(trained.model))
     base = find_base(str(trained.model), "")
     adapter = read_trained(find_checkpoint(str(checkpoint), tmp_path), base)
     found = []
-    for weights in ("dense", "int4"):
-        reference = Reference(adapter, "cpu", weights)
+    layers, head = parts_of(precision)
+    for weights in ((None, None), (option_of(layers), head)):
+        reference = Reference(adapter, "cpu", *weights)
         found.append(reference.logprobs(make_probe(base).prompts)[0])
         reference.close()
     apart = np.abs(found[0] - found[1])
-    assert apart.max() > 0.01  # else this would show nothing
+    assert apart.max() > 1e-3  # else this would show nothing
     assert exported.checked is not None
     assert exported.checked.agrees  # with the dense base
     card = (tmp_path / "o" / "README.md").read_text()
     assert (base.config.hidden_size, base.config.intermediate_size) == (64, 128)
     does = "was merged into" if to == "merged" else "is for"
+    of_groups = told.format(", groups of 32")
+    assert f"- trained on {of_groups}: it learned beside that rounding, and {does}" in card
     assert (
-        f"- trained on a base in 4 bits (int4-curved, groups of 32): it learned beside that rounding, and {does}"
-        in card
-    )
-    assert (
-        f"; on a base in 4 bits (int4-curved), where it was trained, the trainer's are {apart.max():.2g} nats from "
-        f"these at most, {apart.mean():.2g} on average"
+        f"; on {told.format('')}, where it was trained, the trainer's are {apart.max():.2g} nats from these at "
+        f"most, {apart.mean():.2g} on average"
     ) in card
     assert "first weights" not in card
-    [warning] = [each for each in exported.warnings if "4 bits" in each]
+    [warning] = [each for each in exported.warnings if " bits " in each]
     assert "measure it before you rely on it" in warning
 
 
@@ -109,4 +124,4 @@ def test_the_groups_of_packed_experts_are_named(tmp_path: Path) -> None:
     """Rows of 96 numbers, in groups of 32, are of experts alone."""
     shape = TextShape(intermediate_size=256)
     path = make_tiny_text_model(tmp_path / "model", family="qwen3_moe", shape=shape)
-    assert find_base(str(path), "").groups == (128, 64, 32)
+    assert find_base(str(path), "").groups(8) == (128, 64, 32)

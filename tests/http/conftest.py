@@ -313,7 +313,7 @@ async def open_api(
             arch="fake",
             tolerance=1e-4,
             text=FakeText(model),
-            base_precision=word_of(options.base_precision),
+            base_precision=word_of(options.base_precision, options.head_precision),
         )
         return engines[source.name]
 

@@ -138,6 +138,10 @@ def test_of_a_gpu_one_copy_and_the_plan_are_looked_at(folder: Path, monkeypatch:
     assert (memory, "hold one copy each" in told) == ("problem", True)
     gpus[0] = (0, 80 * 2**30)
     assert looked(max_context_length=64)[1] == ("ok", "fits, with up to 64 positions")
+    (_, told), _ = looked(head_precision="int8")
+    assert "trainer and sampler read one copy, embedding and LM head in int8" in told
+    (_, told), _ = looked(base_precision="int4", head_precision="int8")
+    assert "read one copy of its layers in int4, embedding and LM head in int8" in told
     with monkeypatch.context() as shorter:
         shorter.setattr(Fitting, "on", lambda *_: Fit(1024, 4096, 1))
         told = "a context of 4,096 positions does not fit; --max-context-length 1024 does"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tinker_local.backend.storage.names import safe_segment
 from tinker_local.backend.storage.store import DATABASE
-from tinker_local.backend.weights.precision import word_of
+from tinker_local.backend.weights.precision import parts_of, word_of
 from tinker_local.types import NotFoundError
 
 from tests.http.conftest import Api, StartApi, close_api
@@ -44,6 +44,17 @@ async def shown(api: Api, path: str) -> list[dict[str, Any]]:
         of_run,
         of_run[last],
     ]
+
+
+def options_of(chosen: str | None) -> dict[str, Any]:
+    """Of a server: "int4+head-int8" has two options."""
+    layers, head = parts_of(chosen)
+    return {"base_precision": layers, "head_precision": head}
+
+
+def recorded(chosen: str | None) -> str | None:
+    """What records say of a base with these options."""
+    return word_of(*parts_of(chosen))
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -84,18 +95,32 @@ async def test_a_checkpoint_says_in_how_many_bits_its_base_was_on_fakes(start_ap
             "its optimizer does not belong: serve the model without --base-precision, or load the weights alone",
         ),
         ("int8", "int4", "serve the model with --base-precision int8, or load the weights alone"),
+        (
+            "int4+head-int8",
+            "int4",
+            "was trained on a base in 4 bits (int4-curved) with embedding and LM head in 8 bits (int8), and this "
+            "server has a base in 4 bits (int4-curved), to whose gradients the state of its optimizer does not "
+            "belong: serve the model with --base-precision int4 and with --head-precision int8, or load the weights alone",
+        ),
+        ("int4", "int4+head-int8", "with --base-precision int4 and without --head-precision, or load"),
+        ("dense+head-int8", None, "serve the model with --head-precision int8, or load the weights alone"),
+        (None, "dense+head-int8", "serve the model without --head-precision, or load the weights alone"),
+        (None, "int4+head-int8", "without --base-precision and without --head-precision, or load the weights alone"),
     ],
-    ids=["packed-dense", "dense-packed", "packed-packed"],
+    ids=[
+        *("packed-dense", "dense-packed", "packed-packed", "head-without", "without-head", "head alone-dense"),
+        *("dense-head alone", "dense-packed with head"),
+    ],
 )
 async def test_training_with_its_optimizer_on_another_precision_is_refused_on_fakes(
     start_api: StartApi, caplog: pytest.LogCaptureFixture, before: Any, after: Any, sentence: str
 ) -> None:
     """Into a new run and into one that is there. The weights alone are loaded, which the log and all checkpoints of
     that run say."""
-    first = await start_api(base_precision=before)
+    first = await start_api(**options_of(before))
     path = await trained(first)
     await close_api(first)
-    api = await start_api(base_precision=after)
+    api = await start_api(**options_of(after))
     answer = await api.post(
         "load_weights", {"session_id": await api.session(), "model_seq_id": 0, "path": path, "optimizer": True}
     )
@@ -115,12 +140,12 @@ async def test_training_with_its_optimizer_on_another_precision_is_refused_on_fa
     for number, run in ((1, alone), (2, other)):
         saved = await api.save(run, number, "later", user_metadata={"of": "mine"})
         [one, *_] = await shown(api, saved)
-        assert one["user_metadata"] == {"of": "mine", BEGAN: word_of(before) or "dense"}
-        assert one.get("base_precision") == word_of(after)
+        assert one["user_metadata"] == {"of": "mine", BEGAN: recorded(before) or "dense"}
+        assert one.get("base_precision") == recorded(after)
         # What is trained here goes on here, with its optimizer, and does not forget where it began.
         again = (await api.result(await load(api, saved, optimizer=True)))["model_id"]
         [one, *_] = await shown(api, await api.save(again, 1, "last"))
-        assert one["user_metadata"] == {BEGAN: word_of(before) or "dense"}
+        assert one["user_metadata"] == {BEGAN: recorded(before) or "dense"}
 
 
 async def test_runs_go_on_where_the_precision_is_theirs_on_fakes(
@@ -168,8 +193,11 @@ def lose_database(data: Path) -> None:
         file.unlink()
 
 
-async def test_copies_and_checkpoints_without_a_record_keep_the_precision_on_fakes(start_api: StartApi) -> None:
-    api = await start_api(base_precision="int8")
+@pytest.mark.parametrize("word", ["int8", "int4+head-int8", "dense+head-int8"])
+async def test_copies_and_checkpoints_without_a_record_keep_the_precision_on_fakes(
+    start_api: StartApi, word: str
+) -> None:
+    api = await start_api(**options_of(word))
     path = await trained(api)
     copy = (await api.ok("copy_weights", {"source_path": path, "destination_project_id": "local"}))["tinker_path"]
     data = Path(api.backend.options.data_dir)
@@ -177,7 +205,7 @@ async def test_copies_and_checkpoints_without_a_record_keep_the_precision_on_fak
     lose_database(data)
     api = await start_api()
     for each in (path, copy):
-        assert [one["base_precision"] for one in await shown(api, each)] == ["int8"] * 5
+        assert [one["base_precision"] for one in await shown(api, each)] == [recorded(word)] * 5
 
 
 async def test_4_bits_of_even_steps_are_another_base_on_fakes(

@@ -129,6 +129,7 @@ def test_a_plan_is_that_of_the_server(tmp_path: Path, monkeypatch: pytest.Monkey
         ([free_gpu(23.5, "RTX 4090")], BackendOptions(max_rank=32)),
         ([free_gpu(40, "A100 40GB")], BackendOptions(shared_weights="off", max_rank=32)),
         ([free_gpu(15.6, "RTX 4060 Ti")], BackendOptions(base_precision="int4")),
+        ([free_gpu(11.6, "RTX 3060")], BackendOptions(base_precision="int4", head_precision="int8", max_rank=32)),
         ([free_gpu(23.5, "RTX 4090")] * 2, BackendOptions()),
         ([free_gpu(23.5, "RTX 4090")] * 2, BackendOptions(train_gpus=(1,))),
         ([free_gpu(44, "L40S"), GpuMemory(2**30, 44 * 2**30, "L40S")], BackendOptions()),
@@ -166,6 +167,10 @@ def test_the_plan_takes_the_options_that_a_refusal_advises() -> None:
     assert 0 < usual < fit("--gpu=4090", "--max-rank=32") < 40960
     assert fit("--gpu=4090", "--max-context-length=1024") == 1024
     assert fit("--gpu=4090", "--micro-batch-tokens=1024") > usual
+    fewer = ("--gpu=4060 Ti", "--base-precision=int4")
+    assert 0 < fit(*fewer) < fit(*fewer, "--head-precision=int8")
+    kept = "trainer and sampler in bfloat16, layers in int4, embedding and LM head in int8\n"
+    assert kept in planned("Qwen/Qwen3-8B", *fewer, "--head-precision=int8").output
     assert fit("--gpu=4090", "--dtype=float32") == fit("--gpu=4090", "--shared-weights=off") == 0
     assert fit("--gpu=2x4090") > usual, "one trains and one samples"
     apart = planned("Qwen/Qwen3-8B", "--gpu=2xRTX 5090", "--sample-gpus=1").output

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, cast
 
 DType = Literal["float32", "bfloat16"]
 Precision = Literal["int8", "int4"]
+HeadPrecision = Literal["int8"]
 EnginePlace = Literal["inline", "process"]
 DecoderName = Literal["written-out", "autograd"]
 DecoderChoice = Literal["auto", DecoderName]
@@ -216,6 +217,15 @@ class BackendOptions:
         CommandOption(
             "Keep the matrices of the base model's layers in 8 or 4 bits, in one copy that trainer and sampler read, "
             "and multiply by in --dtype. They are made at the start, for one GPU or a CPU. Default: as --dtype.",
+            group=OF_ENGINES,
+            planned=True,
+        ),
+    ] = None
+    head_precision: Annotated[
+        HeadPrecision | None,
+        CommandOption(
+            "Keep the embedding and the LM head in 8 bits, in the same way, beside layers in any precision. Default: "
+            "as --dtype.",
             group=OF_ENGINES,
             planned=True,
         ),

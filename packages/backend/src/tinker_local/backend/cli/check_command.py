@@ -240,7 +240,8 @@ def _memory(found: "ModelFiles", options: BackendOptions, what: str) -> Finding:
     else:
         most = memory_of_machine()
         there = f"{most / GIB:.0f} GiB of memory, without a GPU"
-        shared = options.base_precision is not None or published is not None  # else it saves little here
+        packed_here = options.base_precision or options.head_precision or published
+        shared = packed_here is not None  # else it saves little here
     copies = "read one copy" if shared else "hold one copy each"
     if options.base_precision is not None:
         copies = f"read one copy of its layers in {options.base_precision}"
@@ -250,6 +251,8 @@ def _memory(found: "ModelFiles", options: BackendOptions, what: str) -> Finding:
         packable = published.packable
         weights = (parameters - packable.numbers) * itemsize + packable.bytes(published.layout.bits)
         copies = f"read one copy, its layers as the files have them: {published.told}, {weights / GIB:.1f} GiB"
+    if options.head_precision is not None:
+        copies += f", embedding and LM head in {options.head_precision}"
     fits = (1 if shared else 2) * weights < most
     return Finding("ok" if fits else "problem", what, f"{told}; trainer and sampler {copies}; {there}")
 

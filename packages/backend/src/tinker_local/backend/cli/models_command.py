@@ -36,6 +36,7 @@ def models(models: tuple[ModelSource, ...], gpu: str | None, **options: Any) -> 
     what = "one" if count == 1 else str(count)
     each = f"{first.name or 'GPU'}{' each' if count > 1 else ''} of {first.total / GIB:.1f} GiB"
     kept = f", layers in {chosen.base_precision}" if chosen.base_precision else ""
+    kept += f", embedding and LM head in {chosen.head_precision}" if chosen.head_precision else ""
     click.echo(f"{what} {each}, trainer and sampler in {chosen.dtype or 'bfloat16'}{kept}")
     for source in models or [ModelSource.parse(each) for each in SHAPES]:
         fitting = _fitting(source, chosen)

@@ -226,8 +226,10 @@ def _tell_unused(context: click.Context) -> None:
     of_gpus = "gpu_memory_utilization"
     if context.get_parameter_source(of_gpus) != click.core.ParameterSource.DEFAULT and not memory_of_gpus():
         NOTICES.warning("--gpu-memory-utilization changes nothing: this machine has no NVIDIA GPU")
-    if context.params["fake"] and context.params["base_precision"]:
-        NOTICES.warning("--base-precision packs nothing: --fake has no matrices; records name it all the same")
+    for option in ("base_precision", "head_precision"):
+        if context.params["fake"] and context.params[option]:
+            flag = f"--{option.replace('_', '-')}"
+            NOTICES.warning(f"{flag} packs nothing: --fake has no matrices; records name it all the same")
 
 
 def _check(models: Sequence[ModelSource], options: BackendOptions, fake: bool) -> None:

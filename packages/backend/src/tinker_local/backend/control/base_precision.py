@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.storage.records import BEGAN_ON, ELSEWHERE, CheckpointRecord
-from tinker_local.backend.weights.precision import DENSE, EVEN, base_in, option_of
+from tinker_local.backend.weights.precision import DENSE, EVEN, base_in, option_of, parts_of
 from tinker_local.types import InvalidRequestError
 
 
@@ -25,13 +25,21 @@ def refuse_other_precision(record: CheckpointRecord, base: ServedModel) -> None:
 
 def _served(wanted: str | None, have: str | None) -> str:
     """How a base in `wanted` is served, in words, where one in `have` is."""
-    if (precision := option_of(wanted)) is not None:
-        return f"with --base-precision {precision}"
-    if wanted == EVEN:
-        return f"with --base-precision {EVEN} of the version that made it"
-    if wanted is not None:
-        return f"from the files in {wanted}"
-    return "without --base-precision" if option_of(have) is not None else "from files that are not quantized"
+    (layers, head), (layers_here, head_here) = parts_of(wanted), parts_of(have)
+    if (precision := option_of(layers)) is not None:
+        of_layers = f"with --base-precision {precision}"
+    elif layers == EVEN:
+        of_layers = f"with --base-precision {EVEN} of the version that made it"
+    elif layers is not None:
+        of_layers = f"from the files in {layers}"
+    elif layers_here is None:
+        of_layers = ""
+    elif option_of(layers_here) is not None:
+        of_layers = "without --base-precision"
+    else:
+        of_layers = "from files that are not quantized"
+    of_head = f"with --head-precision {head}" if head else "without --head-precision" if head_here else ""
+    return " and ".join(filter(None, (of_layers, of_head)))
 
 
 def other_precision(record: CheckpointRecord, base: ServedModel) -> str | None:

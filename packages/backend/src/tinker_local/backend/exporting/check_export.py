@@ -21,7 +21,7 @@ from tinker_local.backend.exporting.base_model import BaseModel
 from tinker_local.backend.exporting.peft_folder import vllm_rank
 from tinker_local.backend.exporting.trained import Trained
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
-from tinker_local.backend.weights.precision import DENSE, base_in, option_of
+from tinker_local.backend.weights.precision import DENSE, base_in, option_of, parts_of
 from tinker_local.backend.weights.published import WEIGHTS
 from tinker_local.types import InternalError, InvalidRequestError
 
@@ -146,9 +146,11 @@ def make_probe(base: BaseModel) -> Probe:
 
 class Reference:
     """The trainer with the adapter: what an export is compared with. Holds the base model until `close`, its layers in
-    `weights`, or as its files have them."""
+    `weights`, or as its files have them, and embedding and LM head in `head_weights`."""
 
-    def __init__(self, trained: Trained, device: str, weights: str | None = None) -> None:
+    def __init__(
+        self, trained: Trained, device: str, weights: str | None = None, head_weights: str | None = None
+    ) -> None:
         from tinker_local.backend.training.run.worker import HFTrainer
         from tinker_local.backend.training.trainer_config import TrainerConfig
 
@@ -156,9 +158,16 @@ class Reference:
         rank = trained.config.rank
         self._dtype = base.dtype
         weights = weights or (DENSE if base.published is None else WEIGHTS)
-        self._trainer = HFTrainer(
-            TrainerConfig(base.path, name=base.path, dtype=base.dtype, device=device, max_rank=rank, weights=weights)
+        config = TrainerConfig(
+            base.path,
+            name=base.path,
+            dtype=base.dtype,
+            device=device,
+            max_rank=rank,
+            weights=weights,
+            head_weights=head_weights or DENSE,
         )
+        self._trainer = HFTrainer(config)
         self._trainer.load_adapter("trained", trained.state())
 
     def logprobs(self, prompts: Sequence[RenderedInput]) -> tuple[Logprobs, Logprobs]:
@@ -289,11 +298,13 @@ def check_by_vllm(folder: Path, trained: Trained, device: str) -> Checked:
 
 def _moved(trained: Trained, device: str, prompts: Sequence[Sequence[RenderedInput]], ours: Logprobs) -> str:
     """How far `ours` are from the trainer's logprobs on the packed base on which the adapter was trained, in words;
-    empty if that was dense."""
-    precision = option_of(word := trained.source.base_precision)
-    if precision is None or trained.base.published is not None:
+    empty if that was as its files are, or is not made of them."""
+    word = trained.source.base_precision
+    layers, head = parts_of(word)
+    made = option_of(layers) if trained.base.published is None else None
+    if word == trained.base.precision or (made is None and layers != trained.base.precision):
         return ""
-    packed = Reference(trained, device, precision)
+    packed = Reference(trained, device, made, head)
     apart = np.abs(np.concatenate([packed.logprobs(each)[0] for each in prompts]) - ours)
     packed.close()
     return (

@@ -7,7 +7,7 @@ from tinker_local.backend.adapters.peft_experts import PEFT_VERSION
 from tinker_local.backend.exporting.peft_folder import vllm_rank
 from tinker_local.backend.exporting.trained import Trained
 from tinker_local.backend.storage.records import ELSEWHERE
-from tinker_local.backend.weights.precision import BITS, DENSE, base_in, option_of
+from tinker_local.backend.weights.precision import BITS, DENSE, base_in, option_of, parts_of
 
 Target = Literal["peft", "vllm", "merged"]
 
@@ -62,9 +62,9 @@ def _base_of_training(trained: Trained, to: Target) -> list[str]:
     if (precision := source.base_precision) is None and trained.base.published is not None:
         lines.append(f"- trained on {base_in(None)}, or by a server that did not record it")
     elif precision is not None and precision != trained.base.precision:
-        option = option_of(precision)
+        option = option_of(parts_of(precision)[0])
         groups = "" if option is None else " and ".join(map(str, trained.base.groups(BITS[option])))
-        told = base_in(precision).replace(")", f", groups of {groups})") if groups else base_in(precision)
+        told = base_in(precision, f", groups of {groups}" if groups else "")
         does = "was merged into" if to == "merged" else "is for"
         lines.append(
             f"- trained on {told}: it learned beside that rounding, and {does} the base as its files have it "

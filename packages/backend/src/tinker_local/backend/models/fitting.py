@@ -160,7 +160,15 @@ class Fitting:
             )
             return decoder_memory([layer] * shape.layers, tokens * shape.hidden * itemsize)
 
-        sizes = model_sizes(_text_config(shape), shape.parameters, itemsize, _packable(shape), options.base_precision)
+        sizes = model_sizes(
+            _text_config(shape),
+            shape.parameters,
+            itemsize,
+            _packable(shape),
+            options.base_precision,
+            Packable.of([(shape.vocabulary, shape.hidden)] * (1 if shape.tied else 2)),
+            options.head_precision,
+        )
         vision = bool(shape.tower)
         return cls(PlannedModel(sizes, memory, shape.positions, shape.kv_heads, vision, one_copy=True), options)
 

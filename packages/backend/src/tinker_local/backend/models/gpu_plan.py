@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from tinker_local.backend.options import MICRO_BATCH_TOKENS, Precision
+from tinker_local.backend.options import MICRO_BATCH_TOKENS, HeadPrecision, Precision
 from tinker_local.backend.sampling.sampler import RESERVED
 from tinker_local.backend.training.run.block_memory import CUDA_LOGITS, attention_widths, exchange_bytes
-from tinker_local.backend.weights.precision import BITS, Bits, Packable
+from tinker_local.backend.weights.precision import BITS, PIECE, Bits, Packable
 
 if TYPE_CHECKING:
     from tinker_local.backend.training.run.block_memory import TowerSizes
@@ -51,8 +51,9 @@ class ModelSizes:
     bytes per number. The others describe the language model's layers. `intermediate`: of all experts together, if the
     layers have experts, and of a shared one. `chosen`: experts of a position, of `expert_width` each. `sliding`: of the
     `layers`, those that attend to `window` positions; `linear`: those with linear attention, each with `state_bytes`
-    for a sequence. `packable`: what can be in fewer bits, and is in `packed_bits`, if those are not 0. `tower`: of the
-    vision tower, if adapters train it."""
+    for a sequence. `packable`: what of the layers can be in fewer bits, and is in `packed_bits`, if those are not 0;
+    `packable_head` and `head_bits`: the same of embedding and LM head. `tower`: of the vision tower, if adapters train
+    it."""
 
     parameters: int
     hidden: int
@@ -70,19 +71,24 @@ class ModelSizes:
     state_bytes: int = 0
     packable: Packable | None = None
     packed_bits: Bits | Literal[0] = 0
+    packable_head: Packable | None = None
+    head_bits: Bits | Literal[0] = 0
     tower: "TowerSizes | None" = None
 
     @property
     def weight_bytes(self) -> int:
-        if not self.packed_bits or self.packable is None:
-            return self.parameters * self.itemsize
-        return (self.parameters - self.packable.numbers) * self.itemsize + self.packable.bytes(self.packed_bits)
+        packed = [(self.packable, self.packed_bits), (self.packable_head, self.head_bits)]
+        spared = sum(each.numbers * self.itemsize - each.bytes(bits) for each, bits in packed if each and bits)
+        return self.parameters * self.itemsize - spared
 
     @property
     def unpacked_bytes(self) -> int:
         """Of the largest packed matrix, two joined ones, while one multiplies by it, with half as much that making it
-        takes; in each engine. vLLM multiplies by experts as it reads their codes."""
-        return 3 * self.packable.largest * self.itemsize if self.packed_bits and self.packable else 0
+        takes, and of a piece of an embedding or LM head; in each engine. vLLM multiplies by experts as it reads their
+        codes."""
+        of_layers = 3 * self.packable.largest if self.packed_bits and self.packable else 0
+        of_head = min(PIECE, self.packable_head.largest) if self.head_bits and self.packable_head else 0
+        return (of_layers + of_head) * self.itemsize
 
     @property
     def unpacked_in_trainer(self) -> int:
@@ -97,9 +103,9 @@ class ModelSizes:
 
     @property
     def unshared_bytes(self) -> int:
-        """Of matrices that the sampler has a copy of although it reads the trainer's: those of a vocabulary that vLLM
-        adds rows to. Vectors, which both have, are small."""
-        padded = self.vocabulary % _VOCABULARY_STEP
+        """Of matrices that the sampler has a copy of although it reads the trainer's: dense ones of a vocabulary that
+        vLLM adds rows to. Vectors, which both have, are small."""
+        padded = self.vocabulary % _VOCABULARY_STEP and not self.head_bits
         return 2 * self.vocabulary * self.hidden * self.itemsize if padded else 0
 
     def trainer_bytes(self, ranks: int) -> int:
@@ -248,8 +254,11 @@ def model_sizes(
     itemsize: int,
     packable: Packable | None = None,
     precision: Precision | None = None,
+    packable_head: Packable | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> ModelSizes:
-    """Sizes from the fields of a text config of transformers, with what is `packable` in `precision`."""
+    """Sizes from the fields of a text config of transformers, with what is `packable` in `precision`, and embedding and
+    LM head in `head_precision`."""
     q_width, kv_width = attention_widths(config)
     experts = config.get("num_experts") or config.get("num_local_experts") or 0
     # gpt-oss has no other name for the width of an expert.
@@ -273,6 +282,8 @@ def model_sizes(
         linear=kinds.count("linear_attention"),
         packable=packable,
         packed_bits=BITS[precision] if precision else 0,
+        packable_head=packable_head,
+        head_bits=BITS[head_precision] if head_precision else 0,
         state_bytes=_state_bytes(config, itemsize) if "linear_attention" in kinds else 0,
     )
 

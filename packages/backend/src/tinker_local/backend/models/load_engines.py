@@ -23,7 +23,14 @@ from tinker_local.backend.models.adapter_check import TARGETS
 from tinker_local.backend.models.gpu_plan import USUAL
 from tinker_local.backend.models.model_folder import check_source
 from tinker_local.backend.models.place_engines import place_engines
-from tinker_local.backend.models.placement import check_precision, environment_of, layouts, replica_gpus, shares_weights
+from tinker_local.backend.models.placement import (
+    check_precision,
+    chosen_precision,
+    environment_of,
+    layouts,
+    replica_gpus,
+    shares_weights,
+)
 from tinker_local.backend.models.positions import verdict_file
 from tinker_local.backend.models.served_models import (
     EngineLoader,
@@ -51,7 +58,7 @@ from tinker_local.backend.training.trainer_config import TRAINERS_IMAGES, Traine
 from tinker_local.backend.weight_files import read_ahead
 from tinker_local.backend.weights.joined_names import PROJECTIONS
 from tinker_local.backend.weights.memory_holder import MemoryHolder
-from tinker_local.backend.weights.precision import DENSE, word_of
+from tinker_local.backend.weights.precision import DENSE, GROUPS, word_of
 from tinker_local.backend.weights.published import WEIGHTS, published_of
 from tinker_local.types import UnsupportedError
 from tinker_local.types.pictures import MAX_PIXELS
@@ -191,6 +198,7 @@ _DECISIVE = (
     *(
         "dtype",
         "base_precision",
+        "head_precision",
         "decoder",
         "max_context_length",
         "max_rank",
@@ -474,21 +482,31 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
                 holder.close()
             else:
                 shared, whole = (number / 2**20 for number in holder.read or (0, 0))
-                told = "" if kept is None else f", the layers in {kept.removeprefix('--base-precision ')}"
-                progress(f"{source.name}: trainer and sampler share {shared:.0f} of {whole:.0f} MiB of weights{told}")
+                progress(
+                    f"{source.name}: trainer and sampler share {shared:.0f} of {whole:.0f} MiB of weights"
+                    f"{_in_fewer_bits(source.path, options)}"
+                )
             return engines
         progress(f"{source.name}: trainer and sampler have a copy of the weights each: {holder.refusal}")
         return _load_real(source, options, progress, None)
 
 
 def _kept(path: str, options: BackendOptions) -> str | None:
-    """What says in which fewer bits the layers of the model at `path` are, if they are; ValueError or UnsupportedError
-    in a sentence if they cannot be."""
+    """What says in which fewer bits the model at `path` is, if it is; ValueError or UnsupportedError in a sentence if
+    it cannot be."""
     published = published_of(path)
     check_precision(options, len(memory_of_gpus()), published=None if published is None else published.told)
-    if published is not None:
-        return published.told
-    return None if options.base_precision is None else f"--base-precision {options.base_precision}"
+    told = [*([] if published is None else [published.told]), chosen_precision(options)]
+    return " ".join(filter(None, told)) or None
+
+
+def _in_fewer_bits(path: str, options: BackendOptions) -> str:
+    """In which fewer bits parts of the served model are, in words; empty if none are."""
+    published = published_of(path)
+    layers = options.base_precision if published is None else published.told
+    told = [f"the layers in {layers}"] if layers else []
+    told += [f"embedding and LM head in {options.head_precision}"] if options.head_precision else []
+    return "".join(f", {each}" for each in told)
 
 
 def _imports(options: BackendOptions) -> Mapping[str, str]:
@@ -547,6 +565,7 @@ def _load_real(
         train_vision=options.train_vision and family.vision is not None and not family.vision.frozen,
         shared_weights=None if holder is None else holder.address,
         weights=weights,
+        head_weights=options.head_precision or DENSE,
     )
     placed = place_engines(config, engine, options, gpus)
     layout, engines = placed.layout, placed.engines
@@ -571,6 +590,7 @@ def _load_real(
         module_gradient_norms=options.module_gradient_norms,
         decoder=options.decoder,
         weights=weights,
+        head_weights=options.head_precision or DENSE,
         shards=layout.shards,
         context_parallel=layout.context_parallel,
         shared_weights=None if holder is None else holder.address,
@@ -620,7 +640,9 @@ def _load_real(
         wanted_context=min(options.max_context_length or longest, longest),
         stages=stages,
         holder=holder,
-        base_precision=word_of(options.base_precision) or (None if published is None else published.word),
+        base_precision=word_of(
+            options.base_precision or (None if published is None else published.word), options.head_precision
+        ),
     )
 
 
@@ -642,9 +664,22 @@ def check_model(path: str, options: BackendOptions) -> "tuple[Any, Family]":
 
 
 def check_packable(config: Any, family: "Family", options: BackendOptions) -> None:
-    """UnsupportedError in a sentence if `base_precision` is chosen, and a model of `config` has nothing to pack."""
-    from tinker_local.backend.training.model.load_model import packable
+    """UnsupportedError in a sentence if `base_precision` or `head_precision` is chosen, and a model of `config` has
+    nothing to pack."""
+    from tinker_local.backend.training.model.load_model import packable, packable_head
 
+    if options.head_precision is not None:
+        where = f"{config.name_or_path}: --head-precision {options.head_precision}"
+        if not family.one_copy:
+            raise UnsupportedError(
+                f"{where}: vLLM has another form of the weights of {config.model_type} models than the trainer, and "
+                "packed ones are in one copy; serve it without the option"
+            )
+        if packable_head(config) is None:
+            raise UnsupportedError(
+                f"{where}: rows of its embedding and LM head have {config.get_text_config().hidden_size} numbers, "
+                f"which cannot be divided into groups of {GROUPS[-1]}; serve it without the option"
+            )
     if options.base_precision is None:
         if family.lora.experts is not None and published_of(config.name_or_path) is not None:
             raise UnsupportedError(
@@ -762,7 +797,7 @@ def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
         text=FakeText(model),
         no_grammars=SWITCHED_OFF if options.grammars == "never" else "",
         tools=FakeTools(),
-        base_precision=word_of(options.base_precision),
+        base_precision=word_of(options.base_precision, options.head_precision),
     )
 
 

@@ -176,13 +176,14 @@ def planned_model(
 ) -> PlannedModel:
     """A model of `config`, a config of transformers, in `dtype`. torch makes its modules without values.
     `train_vision`: whether adapters may train its tower; `one_copy`: whether both engines can read one copy."""
-    from tinker_local.backend.training.model.load_model import decoder_of_sizes, packable, tower_of_sizes
+    from tinker_local.backend.training.model.load_model import decoder_of_sizes, packable, packable_head, tower_of_sizes
 
     decoder, parameters = decoder_of_sizes(config, dtype, options.decoder)
     itemsize = 2 if dtype == "bfloat16" else 4
     tower = tower_of_sizes(config, dtype) if train_vision else None
     text = config.get_text_config()
-    sizes = model_sizes(text.to_dict(), parameters, itemsize, packable(config), options.base_precision)
+    of_layers, of_head = (packable(config), options.base_precision), (packable_head(config), options.head_precision)
+    sizes = model_sizes(text.to_dict(), parameters, itemsize, *of_layers, *of_head)
     if (published := published_of(config.name_or_path)) is not None:
         sizes = replace(sizes, packed_bits=published.layout.bits)
     return PlannedModel(

@@ -87,17 +87,28 @@ def shares_weights(options: BackendOptions, gpus: int, *, published: bool = Fals
     hosts = max(options.train_hosts, options.sample_hosts)
     if options.train_gpus or options.sample_gpus or gpus > 1 or hosts > 1:
         return False
-    always = options.shared_weights == "always" or options.base_precision is not None or published
+    packed = options.base_precision or options.head_precision
+    always = options.shared_weights == "always" or packed is not None or published
     return always or (options.shared_weights == "auto" and gpus == 1)
 
 
+def chosen_precision(options: BackendOptions) -> str:
+    """The options that put a base in fewer bits, as they were given; empty if none was."""
+    given = {"--base-precision": options.base_precision, "--head-precision": options.head_precision}
+    return " ".join(f"{option} {value}" for option, value in given.items() if value is not None)
+
+
 def check_precision(options: BackendOptions, gpus: int, *, published: str | None = None) -> None:
-    """ValueError in one line if the other options or the number of GPUs contradict `base_precision`, or the fewer bits
-    that the files have, which `published` tells in words: what is packed is in one copy, which both engines read."""
-    chosen = f"--base-precision {options.base_precision}"
+    """ValueError in one line if the other options or the number of GPUs contradict `base_precision` or
+    `head_precision`, or the fewer bits that the files have, which `published` tells in words: what is packed is in one
+    copy, which both engines read."""
+    chosen = chosen_precision(options)
     if published is not None and options.base_precision is not None:
-        raise ValueError(f"{chosen}: the base is quantized already ({published}); leave the option out")
-    if published is None and options.base_precision is None:
+        raise ValueError(
+            f"--base-precision {options.base_precision}: the base is quantized already ({published}); leave the option "
+            "out"
+        )
+    if published is None and not chosen:
         return
     if shares_weights(options, gpus, published=published is not None) and options.shared_weights != "off":
         return
@@ -108,7 +119,7 @@ def check_precision(options: BackendOptions, gpus: int, *, published: str | None
         if gpus > 1
         else "--train-gpus, --sample-gpus, --train-hosts and --sample-hosts give each a copy"
     )
-    what = chosen if published is None else f"a quantized base ({published})"
+    what = chosen or f"a quantized base ({published})"
     raise ValueError(f"{what}: trainer and sampler have to read one copy; {why}")
 
 

@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, get_args
 
 from tinker_local.backend.models.gpu_plan import COUNTED_RANK, SMALLER, USUAL, GpuPlan, ModelSizes, Reserves, plan_gpu
 from tinker_local.backend.models.placement import FIRST_GPU, ONE_GPU, Layout, layouts, shares_weights
-from tinker_local.backend.options import BackendOptions, Precision
+from tinker_local.backend.options import BackendOptions, HeadPrecision, Precision
 from tinker_local.backend.weights.precision import BITS
 
 if TYPE_CHECKING:
@@ -91,19 +92,29 @@ def _in_fewer_bits(
 ) -> str:
     """The precision of the base that would fit, in words; empty if none would."""
     sizes = model.sizes
-    if gpus > 1 or sizes.packed_bits or sizes.packable is None:
+    if gpus > 1:
         return ""
-    precision: Precision
-    for precision in get_args(Precision):
-        chosen = replace(options, base_precision=precision)
+    of_layers = (None, *get_args(Precision)) if sizes.packable and not sizes.packed_bits else (None,)
+    of_head = (None, *get_args(HeadPrecision)) if sizes.packable_head and not sizes.head_bits else (None,)
+    for head, layers in itertools.product(of_head, of_layers):
+        given = {"--base-precision": layers, "--head-precision": head}
+        if not (told := " ".join(f"{option} {value}" for option, value in given.items() if value)):
+            continue
+        chosen = replace(options, base_precision=layers or options.base_precision)
         # Experts that vLLM turns round in 16 bits are one copy where they are packed.
-        turned = bool(sizes.packable.stack) and options.shared_weights != "off" and shares_weights(chosen, gpus)
-        packed = replace(model, sizes=replace(sizes, packed_bits=BITS[precision]), one_copy=model.one_copy or turned)
+        stacks = sizes.packable is not None and bool(sizes.packable.stack) and layers is not None
+        turned = stacks and options.shared_weights != "off" and shares_weights(chosen, gpus)
+        fewer = replace(
+            sizes,
+            packed_bits=BITS[layers] if layers else sizes.packed_bits,
+            head_bits=BITS[head] if head else sizes.head_bits,
+        )
+        packed = replace(model, sizes=fewer, one_copy=model.one_copy or turned)
         if not packed.one_copy:
-            return ""
+            continue
         with contextlib.suppress(ValueError):
             plan_layout(packed, options, gpus, memory_of)
-            return f"; --base-precision {precision} fits"
+            return f"; {told} fits"
     return ""
 
 

@@ -71,7 +71,8 @@ class Engines:
     on long texts; 0: it does not. `kv_cache_bytes`: of the sampler, on each of its GPUs; 0:
     not known. `wanted_context`: positions that the model and the options allow; 0: not known. `stages`: where the time
     of loading went, of the server, the sampler and the trainer. `holder`: of the weights that both share, if they do.
-    `base_precision`: in what the base's layers are: one of `precision.WORDS` or `Published.word`; None: dense.
+    `base_precision`: in what the base is, as `precision.word_of` says it of its layers (one of `precision.WORDS` or
+    `Published.word`) and of embedding and LM head; None: dense.
     """
 
     renderer: Renderer

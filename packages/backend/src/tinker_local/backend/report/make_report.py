@@ -26,7 +26,7 @@ from tinker_local.backend.models.agreement import Comparison
 from tinker_local.backend.models.fitting import CONTEXT, Fitting
 from tinker_local.backend.models.plan_layout import GpuMemory
 from tinker_local.backend.models.served_models import ServedModel
-from tinker_local.backend.options import BackendOptions, DType, ModelSource, Precision
+from tinker_local.backend.options import BackendOptions, DType, ModelSource
 from tinker_local.backend.report.measure import ON_CPU, ON_GPU, Measuring, MemoryWatch, Mismatch, Sizes, Speed
 from tinker_local.backend.report.page import Private, Section
 from tinker_local.backend.report.reference import Computed, compute, device_for, distances
@@ -95,7 +95,7 @@ def make_report(source: ModelSource, options: BackendOptions, progress: Progress
     give_memory_back()
     if found is not None:
         with report.measuring("gradients by transformers"):
-            report.sections.append(_gradients(source.path, dtype, options.base_precision, found, progress))
+            report.sections.append(_gradients(source.path, dtype, options, found, progress))
     if on_gpu:
         machine.rows.append(("compute capability", _capability()))
     return report
@@ -194,6 +194,7 @@ def _model(config: Any, options: BackendOptions) -> Section:
     fitting = Fitting.of(config, options)
     sizes, heads = fitting.model.sizes, config.get_text_config().num_attention_heads
     kept = f", layers in {options.base_precision}" if options.base_precision else ""
+    kept += f", embedding and LM head in {options.head_precision}" if options.head_precision else ""
     weights = f"{sizes.parameters:,} in {options.dtype}{kept}, {sizes.weight_bytes / GIB:.2f} GiB"
     rows: list[Sequence[Any]] = [
         ("type", config.model_type),
@@ -291,7 +292,7 @@ def _memory(used: Mapping[str, int], *, on_gpu: bool) -> Section:
     return Section("Memory as used", ("when", f"GiB more than before the start, {whose}"), list(rows))
 
 
-def _gradients(path: str, dtype: DType, precision: Precision | None, ours: OfTrainer, progress: Progress) -> Section:
+def _gradients(path: str, dtype: DType, options: BackendOptions, ours: OfTrainer, progress: Progress) -> Section:
     """The trainer beside transformers in the same dtype, and both beside a longer one, where those fit."""
     section, longer = Section("Gradients"), str(LONGER[dtype])
     found: dict[str, Computed] = {}
@@ -301,7 +302,8 @@ def _gradients(path: str, dtype: DType, precision: Precision | None, ours: OfTra
             section.notes.append(f"transformers' model in {each} does not fit the memory here.")
             continue
         progress(f"computing gradients with transformers in {each}")
-        found[each] = compute(path, DTYPES[each], device, ours.state, ours.data, precision)
+        precisions = options.base_precision, options.head_precision
+        found[each] = compute(path, DTYPES[each], device, ours.state, ours.data, *precisions)
     pairs = {
         "trainer, transformers": (ours.computed, found.get(dtype)),
         f"trainer, transformers in {longer}": (ours.computed, found.get(longer)),

@@ -14,12 +14,13 @@ import transformers
 from tinker_local.backend.adapters.adapter import LORA_ALPHA, AdapterState, path_of, tensor_name
 from tinker_local.backend.adapters.adapter_tensors import in_float32
 from tinker_local.backend.families.family import SplitRows, Vision
-from tinker_local.backend.options import Precision
+from tinker_local.backend.options import HeadPrecision, Precision
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.model.load_model import config_of, supported_family, without_values
 from tinker_local.backend.training.model.load_published import load_published
 from tinker_local.backend.training.trainer import TrainDatum
 from tinker_local.backend.weights.packed_stack import pack_decoder
+from tinker_local.backend.weights.packed_vocabulary import pack_vocabulary
 from tinker_local.backend.weights.published import published_of
 
 Arrays = Mapping[str, npt.NDArray[np.float32]]
@@ -86,9 +87,11 @@ def compute(
     state: AdapterState,
     data: Sequence[TrainDatum],
     precision: Precision | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> Computed:
-    """Load the model in `dtype`, its layers packed to `precision`, and compute `data`, one after the other, by
-    cross-entropy, with the adapter `state`; its numbers are in float32 at least."""
+    """Load the model in `dtype`, its layers packed to `precision`, embedding and LM head to `head_precision`, and
+    compute `data`, one after the other, by cross-entropy, with the adapter `state`; its numbers are in float32 at
+    least."""
     config = config_of(path)
     family = supported_family(config, path)
     plainly = {} if family.lora.experts is None else {"experts_implementation": "eager"}
@@ -99,6 +102,8 @@ def compute(
     model = model.to(device).eval().requires_grad_(False)
     if precision is not None:
         pack_decoder(model.get_submodule(family.decoder_path), precision)
+    if head_precision is not None:
+        pack_vocabulary(model, head_precision)
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     leaves = {
         name: torch.tensor(in_float32(matrix), device=device, dtype=precise).requires_grad_()

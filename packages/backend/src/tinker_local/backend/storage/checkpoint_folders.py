@@ -264,7 +264,7 @@ def precision_in(described: Mapping[str, Any]) -> str | None:
     """In what the base model of a description was; None: dense, or an older server wrote it. ValueError if it is not a
     word: a file may hold anything."""
     given = described.get("base_precision")
-    if given is not None and not (isinstance(given, str) and re.fullmatch(r"[a-z0-9_.-]{1,40}", given)):
+    if given is not None and not (isinstance(given, str) and re.fullmatch(r"[a-z0-9_.+-]{1,60}", given)):
         raise ValueError(f"base_precision is {given!r}, expected a word such as int4")
     return given
 

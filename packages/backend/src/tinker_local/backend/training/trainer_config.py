@@ -21,8 +21,9 @@ class TrainerConfig:
     `image_cache_bytes`: limit for image features cached on the device. `spare_bytes`: of a GPU, left to others at any
     moment. `module_gradient_norms`: `optim_step` also reports the norm of each module. `decoder`: runs the layers;
     "auto" means "written-out" if it supports them, else "autograd". `weights`: the kind of frozen matrices in layers
-    and LM head, of `weights/kinds.py`. `shards`: how many ranks, in a row, hold one copy of the layers and of an untied
-    LM head together, each a part; 1: all are whole on each. `context_parallel`: how many ranks, in a row, share each
+    and LM head, of `weights/kinds.py`. `head_weights`: "int8" if embedding and LM head are in 8 bits, whatever the
+    layers are in; else "dense". `shards`: how many ranks, in a row, hold one copy of the layers and of an untied LM
+    head together, each a part; 1: all are whole on each. `context_parallel`: how many ranks, in a row, share each
     micro-batch, which then has as many times `micro_batch_tokens`. `shared_weights`: the address of a `MemoryHolder`
     that gets the matrices, for a sampler on the same device; None: they are this trainer's alone.
     """
@@ -41,6 +42,7 @@ class TrainerConfig:
     module_gradient_norms: bool = False
     decoder: DecoderChoice = "auto"
     weights: str = "dense"
+    head_weights: str = "dense"
     shards: int = 1
     context_parallel: int = 1
     shared_weights: str | None = None

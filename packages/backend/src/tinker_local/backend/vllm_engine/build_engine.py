@@ -54,8 +54,9 @@ class EngineOptions:
     each a process with a share of every layer (`rank_leader.py`); `kv_cache_bytes` is that of one. `train_vision`:
     adapters may change the vision tower, which also takes `max_rank` in each slot. `shared_weights`: the address of a
     `MemoryHolder` with the matrices of a trainer on the same device, which the engine then reads where it can
-    (`shared_weights.py`). `weights`: the kind of its matrices, of `weights/kinds.py`; those that are not dense are read
-    from a trainer. `spare_bytes`: of a GPU, left to others while nothing is sampled.
+    (`shared_weights.py`). `weights`: the kind of its matrices, of `weights/kinds.py`, and `head_weights` of embedding
+    and LM head; those that are not dense are read from a trainer. `spare_bytes`: of a GPU, left to others while nothing
+    is sampled.
     """
 
     model: str
@@ -75,6 +76,7 @@ class EngineOptions:
     train_vision: bool = False
     shared_weights: str | None = None
     weights: str = "dense"
+    head_weights: str = "dense"
     spare_bytes: int = 0
 
 
@@ -203,7 +205,7 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
         patches.apply_to_config(config, options.image_cache_bytes)
         kept_before = kept_by_dynamo()
         with workspaces_of_failures_left():
-            with stage("engine"), shared_weights.reading(options.shared_weights) as read:
+            with stage("engine"), shared_weights.reading(options.shared_weights, options.head_weights) as read:
                 try:
                     engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
                 except (AssertionError, AttributeError, LookupError, TypeError, NotImplementedError) as error:

@@ -826,6 +826,15 @@ PATCHES = (
         used_in=("shared_weights.py",),
     ),
     Patch(
+        "embeddings and LM heads multiply by codes of 8 bits, which are a trainer's",
+        "vLLM gives them a method of quantization through the config of the layers, and half of its models give none",
+        "0.26 to 0.32",
+        ("quant_method", "weight"),
+        ("sampling/test_packed_head_sampling.py::test_both_engines_look_up_and_multiply_by_one_copy_of_codes",),
+        hook="get_quant_method, which is public, where a model hands its config to embedding and LM head",
+        used_in=("vocabulary_method.py",),
+    ),
+    Patch(
         "releasing an engine frees its weights and forgets its LoRA slots",
         "vLLM's shutdown breaks other engines, dynamo keeps compiled code, and LoRA kernels cache slots by address",
         "0.26 to 0.32",

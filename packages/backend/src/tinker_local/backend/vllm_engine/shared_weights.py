@@ -21,8 +21,11 @@ from typing import Any
 import torch
 from tinker_local.backend.stages import stage
 from tinker_local.backend.vllm_engine.compat_vllm import served_model
+from tinker_local.backend.vllm_engine.vocabulary_method import pack_vocabularies
 from tinker_local.backend.weights.lent_weights import LentWeights, SharedMatrices
 from tinker_local.backend.weights.memory_holder import get, refuse
+from tinker_local.backend.weights.packed import CODES
+from tinker_local.backend.weights.precision import DENSE
 from tinker_local.backend.weights.shared_memory import CannotShareError
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,9 +39,11 @@ LOAD_FORMAT = "tinker_local_shared"
 @dataclass(slots=True, eq=False)
 class Reading:
     """Where an engine that is built with `LOAD_FORMAT` gets its weights: from the holder at the address `holder`.
-    `matrices`: what it has got there. `shared`, `whole`: bytes of them that its matrices are, and of all weights."""
+    `head`: in what its embedding and LM head are. `matrices`: what it has got there. `shared`, `whole`: bytes of them
+    that its matrices are, and of all weights."""
 
     holder: str | None
+    head: str = DENSE
     matrices: SharedMatrices | None = None
     shared: int = 0
     whole: int = 0
@@ -77,9 +82,10 @@ _reading: ContextVar[Reading] = ContextVar("reading")
 
 
 @contextlib.contextmanager
-def reading(holder: str | None) -> Iterator[Reading]:
-    """An engine that is built here with `LOAD_FORMAT` reads what the holder at the address `holder` keeps."""
-    before = _reading.set(Reading(holder))
+def reading(holder: str | None, head: str = DENSE) -> Iterator[Reading]:
+    """An engine that is built here with `LOAD_FORMAT` reads what the holder at the address `holder` keeps, its
+    embedding and LM head in the precision `head`."""
+    before = _reading.set(Reading(holder, head))
     try:
         yield _reading.get()
     finally:
@@ -103,11 +109,14 @@ def register() -> None:
             """Nothing is read from files."""
 
         def load_weights(self, model: Any, model_config: Any) -> None:
+            read = _reading.get()
+            tied = read.head != DENSE and pack_vocabularies(model, read.head, self._emptied.device, model_config.model)
             self._until_loaded.close()  # what vLLM makes of matrices afterwards is its affair
             torch.cuda.empty_cache()  # each had memory before it was emptied
-            read = _reading.get()
             with stage("trainer waited for"):
                 weights = read.get(model_config.model, self._emptied.device)
+            if tied:  # whatever the files have: newer versions tie only what has no matrix there
+                weights = weights.codes_once()
             try:
                 with stage("shared"):
                     read.shared = self._emptied.fill(model, weights)
@@ -132,12 +141,13 @@ def bytes_in(engine: Any, matrices: SharedMatrices | None) -> int:
 
 
 def _vocabularies(model: Any) -> set[int]:
-    """The identities of the matrices of embeddings and LM heads of `model`. vLLM adds rows up to a multiple of 64,
-    which are planned for."""
+    """The identities of the dense matrices of embeddings and LM heads of `model`. vLLM adds rows up to a multiple of
+    64, which are planned for."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     modules = (module for module in model.modules() if isinstance(module, VocabParallelEmbedding))
-    return {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
+    dense = (module for module in modules if not hasattr(module, CODES))
+    return {id(parameter) for module in dense for parameter in module.parameters(recurse=False)}
 
 
 @dataclass(frozen=True, slots=True)

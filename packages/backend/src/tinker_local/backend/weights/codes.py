@@ -107,7 +107,8 @@ def from_codes(
     curved: bool = False,
 ) -> torch.Tensor:
     """The matrix [N, K] that the tensors of a `Packed` stand for, in `dtype`."""
-    if not _by_kernel(codes, scales, dtype, order):
+    # A compiler makes kernels of what is in torch.
+    if torch.compiler.is_compiling() or not _is_for_kernels(codes, scales, dtype, order):
         return in_torch(codes, scales, dtype, zeros, order, curved=curved)
     from tinker_local.backend.weights.triton_codes import unpacked
 
@@ -115,23 +116,37 @@ def from_codes(
 
 
 def times(x: torch.Tensor, stored: Packed) -> torch.Tensor:
-    """x W^T [M, N] for `x` [M, K] and the matrix W that is `stored`."""
-    few = x.dim() == 2 and len(x) <= FEW
-    if not few or not _by_kernel(stored.codes, stored.scales, x.dtype, stored.order):
+    """x W^T [M, N] for `x` [M, K] and the matrix W that is `stored`. On CUDA one operation for a compiler, which does
+    not know M when it compiles."""
+    if x.dim() != 2 or not _is_for_kernels(stored.codes, stored.scales, x.dtype, stored.order):
         return torch.nn.functional.linear(x, stored.numbers(x.dtype))
-    from tinker_local.backend.weights.triton_codes import times_few
-
-    return times_few(x, stored.codes, stored.scales, stored.zeros, curved=stored.curved)
+    return _times_on_cuda(x, stored.codes, stored.scales, stored.zeros, stored.curved)
 
 
-def _by_kernel(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, order: torch.Tensor | None) -> bool:
-    """Whether `triton_codes.py` has it. A compiler makes kernels of what is in torch."""
-    if not codes.is_cuda or torch.compiler.is_compiling() or dtype == torch.float64:
+@torch.library.custom_op("tinker_local::times_packed", mutates_args=())
+def _times_on_cuda(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, curved: bool
+) -> torch.Tensor:
+    from tinker_local.backend.weights.triton_codes import times_few, unpacked
+
+    if len(x) <= FEW:
+        return times_few(x, codes, scales, zeros, curved=curved)
+    return torch.nn.functional.linear(x, unpacked(codes, scales, x.dtype, zeros, curved=curved))
+
+
+@_times_on_cuda.register_fake
+def _(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, curved: bool
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], codes.shape[0])
+
+
+def _is_for_kernels(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, order: torch.Tensor | None) -> bool:
+    """Whether `triton_codes.py` has it."""
+    if not codes.is_cuda or codes.dtype not in (torch.int8, torch.uint8) or order is not None:
         return False
-    from tinker_local.backend.weights.triton_codes import is_for_kernels
-
-    integers = codes.dtype in (torch.int8, torch.uint8) and order is None
-    return integers and is_for_kernels(inputs_of(codes), scales.shape[1])
+    inputs = inputs_of(codes)
+    return dtype != torch.float64 and inputs % (2 * HALF) == 0 and inputs // scales.shape[1] % (2 * HALF) == 0
 
 
 def in_torch(

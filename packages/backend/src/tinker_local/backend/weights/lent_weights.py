@@ -9,7 +9,7 @@ import torch
 from tinker_local.backend.weight_files import folder_of, weight_files
 from tinker_local.backend.weights.checksum import checksum
 from tinker_local.backend.weights.memory_holder import Deposit
-from tinker_local.backend.weights.packed import ORDER
+from tinker_local.backend.weights.packed import ORDER, dense_name
 from tinker_local.backend.weights.published import published_of
 from tinker_local.backend.weights.read_published import reading
 from tinker_local.backend.weights.shared_memory import CannotShareError, map_shared
@@ -99,6 +99,17 @@ class LentWeights:
                 orders = {f"{module}.{ORDER}": read(name).int() for module, name in published.orders.items()}
         tensors = dict(stored_tensors(source, lent, packed)) | orders | lent
         return LentWeights(tensors, frozenset(lent), matrices)
+
+    def codes_once(self) -> "LentWeights":
+        """Without packed matrices that are those of another name before: of an LM head that the sampler ties."""
+        given: set[int] = set()
+        again = set()
+        for name, tensor in self.tensors.items():
+            if name in self.lent and name != dense_name(name):
+                again |= {name} if tensor.data_ptr() in given else set()
+                given.add(tensor.data_ptr())
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name not in again}
+        return LentWeights(tensors, self.lent - again, self.matrices)
 
     def storages(self) -> dict[int, torch.Tensor]:
         """One of the lent tensors in each piece of memory, by the address of its storage."""

@@ -19,6 +19,11 @@ EVEN = "int4"
 DENSE = "dense"
 """What a base of no fewer bits than its dtype is called, as a kind of frozen matrix is."""
 
+_AND_HEAD = "+head-"
+
+PIECE = 2**25
+"""Numbers of a packed embedding or LM head that exist at a time in the model's dtype: 8,192 rows of 4,096."""
+
 GROUPS = (128, 64, 32)
 """How many numbers of a row may share a scale. Narrow models have rows that 128 does not divide."""
 
@@ -26,25 +31,36 @@ _LARGEST_GROUP: Mapping[Bits, int] = {8: 128, 4: 32}
 """By the bits of codes. 4 bits leave errors that smaller groups make smaller; in 8 bits they hardly show."""
 
 
-def word_of(precision: str | None) -> str | None:
-    """How records call a base in `precision`, an option; None: dense."""
-    return None if precision is None else WORDS[precision]
+def word_of(layers: str | None, head: str | None) -> str | None:
+    """How records call a base whose layers are in `layers`, an option or a published checkpoint's word, and whose
+    embedding and LM head in `head`, an option, such as int4-curved+head-int8; None: dense."""
+    word = WORDS.get(layers, layers) if layers else None
+    return word if head is None else f"{word or DENSE}{_AND_HEAD}{head}"
 
 
-def option_of(word: str | None) -> str | None:
-    """The option that makes the base that records call `word`; None if there is none: it was dense, a published
-    checkpoint, or in bits that no server makes now."""
-    return next((precision for precision, each in WORDS.items() if each == word), None)
+def parts_of(word: str | None) -> tuple[str | None, str | None]:
+    """In what the layers are, and the embedding and LM head, by such a word; None: dense."""
+    layers, _, head = (word or DENSE).partition(_AND_HEAD)
+    return None if layers == DENSE else layers, head or None
 
 
-def base_in(word: str | None) -> str:
-    """A base model, in words, that records call `word`."""
-    if word is None:
-        return "a dense base"
-    if word == EVEN:
-        return f"a base in 4 bits of even steps ({EVEN}), as earlier servers made it"
-    precision = option_of(word)
-    return f"a base in {word}" if precision is None else f"a base in {BITS[precision]} bits ({word})"
+def option_of(layers: str | None) -> str | None:
+    """The option that makes layers that records call `layers`; None if there is none: they were dense, a published
+    checkpoint's, or in bits that no server makes now."""
+    return next((precision for precision, each in WORDS.items() if each == layers), None)
+
+
+def base_in(word: str | None, more: str = "") -> str:
+    """A base model, in words, that records call `word`, and `more` of the codes of its layers."""
+    layers, head = parts_of(word)
+    option = option_of(layers)
+    if layers is None:
+        found = "a dense base"
+    elif layers == EVEN:
+        found = f"a base in 4 bits of even steps ({EVEN}), as earlier servers made it"
+    else:
+        found = f"a base in {layers}" if option is None else f"a base in {BITS[option]} bits ({layers}{more})"
+    return found if head is None else f"{found} with embedding and LM head in {BITS[head]} bits ({head})"
 
 
 def group_of(inputs: int, bits: Bits) -> int | None:

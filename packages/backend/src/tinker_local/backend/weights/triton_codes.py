@@ -3,8 +3,7 @@
 Both round code * scale once to the dtype of activations, as `codes.from_codes` does, so that all multiply by the same
 numbers. In torch the same matrix is written and read four times.
 
-Of the layouts of `codes.Packed` those with integers and groups side by side, with or without zero points
-(`is_for_kernels`).
+Of the layouts of `codes.Packed` those with integers and groups side by side, with or without zero points.
 
 A product has to make numbers as fast as memory gives codes. Conversions of integers are too slow for that, so in
 bfloat16 codes become the last bits of numbers from 128 on, two at a time, and the rest is arithmetic that is exact
@@ -29,11 +28,6 @@ _PROGRAMS = 264
 """Most that parts of a sum make of a product: two for each multiprocessor of large GPUs, so that memory stays busy."""
 
 _HALF, _BEND = tl.constexpr(HALF), tl.constexpr(BEND)
-
-
-def is_for_kernels(inputs: int, groups: int) -> bool:
-    """Whether rows of `inputs` numbers in `groups` are what the kernels read."""
-    return inputs % (2 * HALF) == 0 and inputs // groups % (2 * HALF) == 0
 
 
 def unpacked(

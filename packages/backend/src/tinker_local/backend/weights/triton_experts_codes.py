@@ -53,13 +53,14 @@ def times_experts(
     """
     pairs, outputs, inputs = found.shape[0] * found.shape[1], codes.shape[1], x.shape[1]
     m, group, nibbles = blocks.size, inputs // scales.shape[2], codes.dtype == torch.uint8
+    pairwise = is_pairwise(x.dtype, scales, None, nibbles)
     n = 128 if m == 64 else 64
     assert x.stride(1) == 1
     assert found.is_contiguous()
     _times_experts[(len(blocks.experts), triton.cdiv(outputs, n))](
         x, codes, scales, bias, scores, blocks.pairs, blocks.experts, blocks.filled, found,
         pairs, outputs, x.stride(0), pairs // len(x),
-        inputs=inputs, group=group, nibbles=nibbles, curved=curved, pairwise=is_pairwise(x.dtype, scales, None, nibbles),
+        inputs=inputs, group=group, nibbles=nibbles, curved=curved, pairwise=pairwise,
         m=m, n=n, k=step_of(inputs, group, 128), num_warps=4, num_stages=3 if nibbles else 2,
     )  # fmt: skip
 

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from tinker_local.backend.families import family_of
 from tinker_local.backend.weights.lent_weights import Place, stored_tensors
-from tinker_local.backend.weights.packed import MATRICES, PackedLinear, dense_name
-from tinker_local.backend.weights.packed_stack import PackedExperts, dense_experts, file_names
+from tinker_local.backend.weights.packed import CODES, MATRICES, dense_name
+from tinker_local.backend.weights.packed_stack import PackedExperts, PackedMatrices, dense_experts, file_names
+from tinker_local.backend.weights.packed_vocabulary import shape_of
 from tinker_local.backend.weights.published import published_of
 from tinker_local.backend.weights.share_matrices import InFiles
 from tinker_local.backend.weights.shared_memory import CannotShareError
@@ -34,8 +35,12 @@ def places_in_files(model: Any, pieces: Mapping[int, int], source: str) -> InFil
     """
     state = {name: each.detach() for name, each in model.state_dict().items()}
     # transformers knows the names of dense matrices: one without memory stands for each packed one.
-    packed = {path: each for path, each in model.named_modules() if isinstance(each, PackedLinear)}
-    dense = {path: torch.empty(each.out_features, each.in_features, device="meta") for path, each in packed.items()}
+    packed = {
+        path: each
+        for path, each in model.named_modules()
+        if CODES in each._parameters and not isinstance(each, PackedMatrices)
+    }
+    dense = {path: torch.empty(shape_of(each), device="meta") for path, each in packed.items()}
     experts = {path: each for path, each in model.named_modules() if isinstance(each, PackedExperts)}
     try:
         with torch.no_grad(), _Views(), dense_experts(model) as stacks:
@@ -57,7 +62,8 @@ def places_in_files(model: Any, pieces: Mapping[int, int], source: str) -> InFil
         place = Place.of(own[name], pieces) if name in own else None
         if place is not None and _same(own[name], stored):
             found[name] = place
-    for name, path in of_packed.items():
+    # A tied head comes after the embedding, whose codes it has (`LentWeights.codes_once`).
+    for name, path in sorted(of_packed.items(), key=lambda pair: packed[pair[1]] is model.lm_head):
         for kind in MATRICES:
             if (matrix := getattr(packed[path], kind, None)) is not None:
                 place = Place.of(matrix.detach(), pieces)

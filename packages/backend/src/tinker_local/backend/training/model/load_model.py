@@ -32,8 +32,15 @@ from tinker_local.backend.weights.kinds import maker_of
 from tinker_local.backend.weights.large_weights import RESIDENT, LargeWeights
 from tinker_local.backend.weights.lent_weights import SharedMatrices
 from tinker_local.backend.weights.memory_holder import refuse
+from tinker_local.backend.weights.packed import packed
 from tinker_local.backend.weights.packed_stack import pack_decoder, packable_in
-from tinker_local.backend.weights.precision import BITS, Packable
+from tinker_local.backend.weights.packed_vocabulary import (
+    is_tied,
+    pack_vocabulary,
+    packable_vocabulary,
+    plain_product,
+)
+from tinker_local.backend.weights.precision import BITS, DENSE, Packable
 from tinker_local.backend.weights.published import WEIGHTS, forget_quantization, published_of
 from tinker_local.backend.weights.published_forms import UnknownMethodError
 from tinker_local.backend.weights.share_matrices import share_matrices
@@ -69,7 +76,7 @@ class LoadedModel:
     @property
     def tied_head(self) -> bool:
         """Whether the LM head shares the embedding's matrix."""
-        return self.model.lm_head.weight is self.model.get_input_embeddings().weight
+        return is_tied(self.model)
 
     @property
     def head_target(self) -> Target:
@@ -94,6 +101,11 @@ def packable(config: Any) -> Packable | None:
     if (published := published_of(config.name_or_path)) is not None:
         return published.packable
     return packable_in(without_values(config, family).get_submodule(family.decoder_path))
+
+
+def packable_head(config: Any) -> Packable | None:
+    """Of a model of `config` its embedding and LM head, as they can be packed; None if they cannot."""
+    return packable_vocabulary(without_values(config, family_of(config.model_type, config.name_or_path)))
 
 
 def supported_family(config: Any, where: str) -> Family:
@@ -242,6 +254,11 @@ def load_model(settings: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> Lo
     if (published is not None) != (settings.weights == WEIGHTS):
         raise ValueError(f"{path}: its weights are {'' if published else 'not '}published in fewer bits")
     make = maker_of(settings.weights, shards=settings.shards, experts=family.lora.experts is not None)
+    if settings.head_weights != DENSE and settings.shards > 1:
+        raise UnsupportedError(
+            f"an LM head in {settings.head_weights} cannot be divided over {settings.shards} ranks: only a dense one "
+            "can"
+        )
     text_config = config.get_text_config()
     place = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = DTYPES[settings.dtype or ("bfloat16" if place.type == "cuda" else "float32")]
@@ -255,7 +272,7 @@ def load_model(settings: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> Lo
     kernels = kernels_for(place, chosen)
     with stage("decoder compared"):
         decoder = make_decoder(model, family, kernels, settings.decoder, path, weights, row_ranks, max_positions, make)
-        head = make([model.lm_head])
+        head = (make if settings.head_weights == DENSE else packed)([model.lm_head])
         if weights is RESIDENT:
             _compare_head(head, model.lm_head, path)
     return LoadedModel(
@@ -279,7 +296,7 @@ def load_model(settings: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> Lo
 def _compare_head(head: FrozenMatrix, module: torch.nn.Linear, where: str) -> None:
     """UnsupportedError unless `head` multiplies as transformers' LM head does, before its bias."""
     x = torch.linspace(-1, 1, 2 * head.inputs, dtype=head.dtype, device=head.device).view(2, -1)
-    ours, theirs = head.times(x).double(), torch.nn.functional.linear(x, module.weight).double()
+    ours, theirs = head.times(x).double(), plain_product(module, x).double()
     difference, norm = float((ours - theirs).norm()), float(theirs.norm())
     allowed = tolerance_of(head.dtype)
     if not difference <= allowed * norm:
@@ -314,6 +331,9 @@ def _load(
     if settings.weights in BITS:
         with stage("packed"):
             pack_decoder(model.get_submodule(family.decoder_path), settings.weights, device)
+    if settings.head_weights != DENSE:
+        with stage("packed"):
+            pack_vocabulary(model, settings.head_weights, device)
     shared = None
     if settings.shared_weights is not None:
         with stage("shared"):
