@@ -100,7 +100,8 @@ async def test_a_checkpoint_says_in_how_many_bits_its_base_was_on_fakes(start_ap
             "int4",
             "was trained on a base in 4 bits (int4-curved) with embedding and LM head in 8 bits (int8), and this "
             "server has a base in 4 bits (int4-curved), to whose gradients the state of its optimizer does not "
-            "belong: serve the model with --base-precision int4 and with --head-precision int8, or load the weights alone",
+            "belong: serve the model with --base-precision int4 and with --head-precision int8, or load the weights "
+            "alone",
         ),
         ("int4", "int4+head-int8", "with --base-precision int4 and without --head-precision, or load"),
         ("dense+head-int8", None, "serve the model with --head-precision int8, or load the weights alone"),

@@ -34,7 +34,7 @@ def integers(stored: Packed) -> torch.Tensor:
     """What codes stand for without scales, int64 [N, K]."""
     if stored.codes.dtype == torch.int8:
         return stored.codes.long()
-    steps = torch.stack([stored.codes & 15, stored.codes >> 4], -1).flatten(1).long() - 8
+    steps = torch.cat([part for each in stored.codes.split(16, 1) for part in (each & 15, each >> 4)], 1).long() - 8
     return steps * (10 + steps.abs())
 
 
