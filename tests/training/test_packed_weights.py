@@ -1,5 +1,7 @@
 """Frozen matrices of 8 and 4 bits: what is stored, and products with it and their gradients."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -87,10 +89,15 @@ def test_pieces_of_a_matrix_that_is_rounded_are_those_of_the_whole(bits: Bits, m
     weight = numbers(7, 96)
     whole = to_codes(weight, bits)
     monkeypatch.setattr(codes, "_PIECE_TO_ROUND", {"cpu": 2 * 96 + 1})
-    seen = []
+    seen: list[int] = []
     name = "_rounded" if bits == 8 else "round_curved"
     original = getattr(codes, name)
-    monkeypatch.setattr(codes, name, lambda groups: (seen.append(groups.numel()), original(groups))[1])
+
+    def watched(groups: torch.Tensor) -> Any:
+        seen.append(groups.numel())
+        return original(groups)
+
+    monkeypatch.setattr(codes, name, watched)
     found = to_codes(weight, bits)
     assert seen == [2 * 96] * 3 + [96]  # so that little memory is needed besides it
     assert torch.equal(found.codes, whole.codes)
