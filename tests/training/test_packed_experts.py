@@ -142,7 +142,8 @@ def test_experts_whose_rows_cannot_be_divided_are_not_packed(tmp_path: Path) -> 
 
 def test_stacks_count_beside_the_largest_matrix() -> None:
     found = Packable.of([(24, 64)], [(8, 16, 64), (8, 64, 32)])
-    assert found == Packable(24 * 64 + 8 * 16 * 64 + 8 * 64 * 32, 24 + 8 * 16 + 8 * 64, 24 * 64, stack=8 * 64 * 32)
+    scales = {8: 24 + 8 * 16 + 8 * 64, 4: 2 * 24 + 2 * 8 * 16 + 8 * 64}
+    assert found == Packable(24 * 64 + 8 * 16 * 64 + 8 * 64 * 32, scales, 24 * 64, stack=8 * 64 * 32)
     assert Packable.of([(24, 64)], [(8, 16, 48)]) is None
 
 

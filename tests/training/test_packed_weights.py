@@ -93,11 +93,11 @@ def test_pieces_of_a_matrix_that_is_rounded_are_those_of_the_whole(bits: Bits, m
     name = "_rounded" if bits == 8 else "round_curved"
     original = getattr(codes, name)
 
-    def rounded(groups: torch.Tensor) -> Any:
+    def watched(groups: torch.Tensor) -> Any:
         seen.append(groups.numel())
         return original(groups)
 
-    monkeypatch.setattr(codes, name, rounded)
+    monkeypatch.setattr(codes, name, watched)
     found = to_codes(weight, bits)
     assert seen == [2 * 96] * 3 + [96]  # so that little memory is needed besides it
     assert torch.equal(found.codes, whole.codes)

@@ -73,7 +73,7 @@ def pack_vocabularies(model: Any, precision: str, device: torch.device, where: s
             layer.register_parameter(name, parameter)
         # vLLM's adapters ask for its dtype and where it is.
         layer.weight = torch.empty(0, layer.embedding_dim, dtype=weight.dtype, device=device)
-        layer.quant_method = _method()
+        layer.quant_method, layer.curved = _method(), OWN[precision].curved
     return len(made) == 1
 
 

@@ -160,7 +160,7 @@ def pack_vocabulary(model: Any, precision: str, device: torch.device | None = No
     for name, tensor in tensors.items():
         parameter = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
         embedding.register_parameter(name, parameter)
-    embedding.__class__ = _class_of(type(embedding))
+    embedding.__class__, embedding.curved = _class_of(type(embedding)), codes.curved
     _compare(embedding, ids, before, model.name_or_path)
     model.lm_head = PackedHead(head, codes if tied else _codes(head.weight, precision, device))
     if tied:
