@@ -477,12 +477,12 @@ def test_in_fewer_bits_both_engines_read_one_copy_on_one_gpu(place: Place, free:
 
 def test_embedding_and_head_in_8_bits_take_half(place: Place, free: dict[int, float]) -> None:
     """Beside layers in any precision, and the plan says so where it fits and nothing less does."""
-    free[0] = 12
+    free[0] = 12.4
     with pytest.raises(
         ValueError, match=r"the weights \(17.4 GiB\), .*; --base-precision int4 --head-precision int8 fits$"
     ):
         place(16, gpus=1, shared=True)
-    with pytest.raises(ValueError, match=r"the weights \(6.6 GiB\), .*; --head-precision int8 fits$"):
+    with pytest.raises(ValueError, match=r"the weights \(7.0 GiB\), .*; --head-precision int8 fits$"):
         place(16, gpus=1, shared=True, base_precision="int4")
     assert place(16, gpus=1, shared=True, base_precision="int4", head_precision="int8").layout == ONE_GPU
     with pytest.raises(ValueError, match=r"the weights \(16.0 GiB\), .*; --base-precision int4 fits$"):

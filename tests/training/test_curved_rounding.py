@@ -126,7 +126,7 @@ def test_codes_are_the_same_as_ever() -> None:
     weight = weight * weight.abs()
     stored = to_codes(weight, 4)
     found = hashlib.sha256(stored.numbers(torch.float32).numpy().tobytes())
-    assert found.hexdigest() == "HASH"
+    assert found.hexdigest() == "7697cc82eb86634fdab88a80d5286100aa53e880cc2d39f6ccadd2cedc1ba5d8"
 
 
 def test_the_layout_is_that_of_the_codes() -> None:
