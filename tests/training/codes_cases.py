@@ -21,7 +21,7 @@ def matrices(outputs: int, inputs: int, bits: Bits, device: str) -> list[Matrix]
     generator = torch.Generator().manual_seed(outputs + inputs)
     weight = torch.randn(outputs, inputs, generator=generator) * torch.logspace(-6, 3, outputs)[:, None]
     weight[0] = 0.0
-    stored = to_codes(weight, bits)
+    stored = to_codes(weight.to(device), bits)
     codes, scales = stored.codes, stored.scales
     zeros = torch.randint(-8, 8, scales.shape, dtype=torch.int16, generator=generator)
     if device == "cpu":
