@@ -30,7 +30,7 @@ def bad_values(option: click.Parameter) -> dict[str, str]:
     elif isinstance(option.type, click.Path):
         found |= {"/dev/null/there": "does not exist" if option.type.exists else "/dev/null"}
     elif isinstance(option.type, click.Choice):
-        found["x"] = "'x' is not one of"
+        found["x"] = "'x' is not one of" if len(option.type.choices) > 1 else "'x' is not '"
     elif option.name not in WITH_ANY_TEXT:
         found |= dict.fromkeys(("x", "-1", "nan", "1e99"), "")
     return found

@@ -60,7 +60,7 @@ def test_a_mixture_of_experts_in_fewer_bits_fits_where_it_does_not_in_16() -> No
     for precision, gpu, weights, context in (
         (None, "L40S", 56.9, 0),
         ("int8", "L40S", 29.5, 40960),
-        ("int4", "RTX 5090", 15.5, 40960),
+        ("int4", "RTX 5090", 16.8, 40960),
     ):
         fitting = Fitting.of(config, BackendOptions(base_precision=precision, max_rank=8))  # type: ignore[arg-type]
         planned = fitting.model.sizes
@@ -129,7 +129,7 @@ def test_a_plan_is_that_of_the_server(tmp_path: Path, monkeypatch: pytest.Monkey
         ([free_gpu(23.5, "RTX 4090")], BackendOptions(max_rank=32)),
         ([free_gpu(40, "A100 40GB")], BackendOptions(shared_weights="off", max_rank=32)),
         ([free_gpu(15.6, "RTX 4060 Ti")], BackendOptions(base_precision="int4")),
-        ([free_gpu(11.6, "RTX 3060")], BackendOptions(base_precision="int4", head_precision="int8", max_rank=32)),
+        ([free_gpu(11.6, "RTX 3060")], BackendOptions(base_precision="int4", head_precision="int8", max_rank=16)),
         ([free_gpu(23.5, "RTX 4090")] * 2, BackendOptions()),
         ([free_gpu(23.5, "RTX 4090")] * 2, BackendOptions(train_gpus=(1,))),
         ([free_gpu(44, "L40S"), GpuMemory(2**30, 44 * 2**30, "L40S")], BackendOptions()),

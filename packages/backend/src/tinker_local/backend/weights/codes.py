@@ -17,17 +17,13 @@ from dataclasses import dataclass
 
 import torch
 from tinker_local.backend.weights.layout import Layout
-from tinker_local.backend.weights.precision import GROUPS, Bits, group_of
+from tinker_local.backend.weights.precision import GROUPS, HALF, Bits, group_of
 from tinker_local.backend.weights.round_curved import BEND, round_curved
 
 _LARGEST = 127
 """Code of 8 bits."""
 _OFFSET = 8
 """Codes of 4 bits have this added."""
-HALF = 16
-"""Two codes of 4 bits are in one byte, of numbers that lie so far apart: of each 32 of a row the first 16 are in the
-low halves of bytes, the others in the high ones. A kernel then reads and writes neighbours without an exchange between
-its threads."""
 _PIECE = 2**24
 """Numbers that are made in float32 at a time."""
 _PIECE_TO_ROUND = {"cpu": 2**17}

@@ -27,6 +27,11 @@ PIECE = 2**25
 GROUPS = (128, 64, 32)
 """How many numbers of a row may share a scale. Narrow models have rows that 128 does not divide."""
 
+HALF = 16
+"""Two codes of 4 bits are in one byte, of numbers that lie so far apart: of each 32 of a row the first 16 are in the
+low halves of bytes, the others in the high ones. A kernel then reads and writes neighbours without an exchange between
+its threads."""
+
 _LARGEST_GROUP: Mapping[Bits, int] = {8: 128, 4: 32}
 """By the bits of codes. 4 bits leave errors that smaller groups make smaller; in 8 bits they hardly show."""
 

@@ -18,7 +18,7 @@ import struct
 import torch
 import triton
 import triton.language as tl
-from tinker_local.backend.weights.codes import HALF
+from tinker_local.backend.weights.precision import HALF
 from tinker_local.backend.weights.round_curved import BEND
 
 _BLOCK = 2048

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from tinker_local.backend.weights.codes import HALF
+from tinker_local.backend.weights.precision import HALF
 from tinker_local.backend.weights.triton_codes import both_halves, column_of, is_pairwise, of_bytes, step_of
 
 _HALF = tl.constexpr(HALF)

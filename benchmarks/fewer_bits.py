@@ -1,7 +1,7 @@
 """A base in 8 and in 4 bits beside one in bfloat16, under the official SDK: how fast each trains and samples.
 
-    python benchmarks/base_precision.py --out benchmarks/results
-    python benchmarks/base_precision.py --tiny                         # the same code on a CPU
+    python benchmarks/fewer_bits.py --out benchmarks/results
+    python benchmarks/fewer_bits.py --tiny                         # the same code on a CPU
 
 Three servers share a GPU, each with one copy of the base, and take turns: a step of training on sequences of 64 to
 2,048 tokens, and samples with that adapter of 1, 64 and 512 sequences at a time, whose prompts have 8 tokens. Each has
@@ -81,9 +81,9 @@ def main() -> int:
         parser.error("no NVIDIA GPU here; --tiny runs the same code on a CPU")
     os.environ.update(processes.environment())
     with tempfile.TemporaryDirectory(dir=None if options.tiny else room_for_models()) as folder:
-        logs = (options.out or Path(folder)) / "base-precision-logs"
+        logs = (options.out or Path(folder)) / "fewer-bits-logs"
         logs.mkdir(parents=True, exist_ok=True)
-        keep("base_precision", measure(options, Path(folder), logs), [*machine.describe(), ""], options.out)
+        keep("fewer_bits", measure(options, Path(folder), logs), [*machine.describe(), ""], options.out)
     return 0
 
 
