@@ -115,7 +115,7 @@ def test_an_export_names_the_base_on_which_its_first_weights_were_trained(tuned:
 def test_a_description_with_a_precision_that_is_not_a_word_is_refused(tuned: Make, tmp_path: Path) -> None:
     checkpoint = described(tuned("qwen3"), tmp_path / "c", base_precision=4)
     with pytest.raises(
-        InvalidRequestError, match=r"checkpoint.json: base_precision is 4, expected a word such as int4$"
+        InvalidRequestError, match=r"checkpoint.json: base_precision is 4, expected a word such as int4-curved$"
     ):
         find_checkpoint(str(checkpoint), tmp_path)
 

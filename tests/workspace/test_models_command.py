@@ -83,6 +83,17 @@ def test_experts_that_vllm_turns_round_are_told_that_they_fit_in_fewer_bits(shar
     assert said in least
 
 
+def test_a_head_that_loading_would_refuse_is_not_advised() -> None:
+    """gpt-oss, whose experts vLLM turns round."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model("gpt_oss", num_hidden_layers=24, num_local_experts=32)
+    for options in (BackendOptions(), BackendOptions(base_precision="int4")):
+        for gib in (9, 10, 11, 12, 13, 14):
+            least = Fitting.of(config, options).on([free_gpu(gib)]).least
+            assert "--head-precision" not in least
+
+
 def test_well_known_models_and_the_check_of_the_machine_take_no_torch(tmp_path: Path) -> None:
     """Which took a minute for `models`."""
     program = (

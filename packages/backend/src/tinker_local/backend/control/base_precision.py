@@ -31,7 +31,7 @@ def _served(wanted: str | None, have: str | None) -> str:
     elif layers == EVEN:
         of_layers = f"with --base-precision {EVEN} of the version that made it"
     elif layers is not None:
-        of_layers = f"from the files in {layers}"
+        of_layers = f"from the files in {layers}{', without --base-precision' if option_of(layers_here) else ''}"
     elif layers_here is None:
         of_layers = ""
     elif option_of(layers_here) is not None:

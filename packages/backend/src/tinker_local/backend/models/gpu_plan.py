@@ -84,10 +84,10 @@ class ModelSizes:
     @property
     def unpacked_bytes(self) -> int:
         """Of the largest packed matrix, two joined ones, while one multiplies by it, with half as much that making it
-        takes, and of a piece of an embedding or LM head; in each engine. vLLM multiplies by experts as it reads their
-        codes."""
+        takes, and of two pieces of an embedding or LM head, one that is made while the one before is still there; in
+        each engine. vLLM multiplies by experts as it reads their codes."""
         of_layers = 3 * self.packable.largest if self.packed_bits and self.packable else 0
-        of_head = min(PIECE, self.packable_head.largest) if self.head_bits and self.packable_head else 0
+        of_head = 2 * min(PIECE, self.packable_head.largest) if self.head_bits and self.packable_head else 0
         return (of_layers + of_head) * self.itemsize
 
     @property

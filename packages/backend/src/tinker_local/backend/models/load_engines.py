@@ -547,8 +547,8 @@ def _load_real(
     if gpus and not (family.one_copy and _keeps_experts(family)) and not packs_experts:
         if (kept := _kept(source.path, options)) is not None:
             raise UnsupportedError(
-                f"{source.path}: {kept}: on a GPU vLLM has a second copy of the weights of {config.model_type} models, "
-                "and packed ones are in one"
+                f"{source.path}: {kept}: on this GPU vLLM has a second copy of the weights of {config.model_type} "
+                f"models, and packed ones are in one; {_way_out(family, options)}"
             )
         holder = None
     published = published_of(source.path)
@@ -661,6 +661,13 @@ def check_model(path: str, options: BackendOptions) -> "tuple[Any, Family]":
 
         check_runs(path, config, family)
     return config, family
+
+
+def _way_out(family: "Family", options: BackendOptions) -> str:
+    """What serves a model whose weights vLLM has twice, and some of which were to be packed."""
+    if options.head_precision is not None and family.one_copy and family.lora.experts is not None:
+        return "--base-precision int8 as well packs its experts, which vLLM then reads as they are"
+    return "serve it without the option, or from a folder that is not quantized"
 
 
 def check_packable(config: Any, family: "Family", options: BackendOptions) -> None:

@@ -265,7 +265,7 @@ def precision_in(described: Mapping[str, Any]) -> str | None:
     word: a file may hold anything."""
     given = described.get("base_precision")
     if given is not None and not (isinstance(given, str) and re.fullmatch(r"[a-z0-9_.+-]{1,60}", given)):
-        raise ValueError(f"base_precision is {given!r}, expected a word such as int4")
+        raise ValueError(f"base_precision is {given!r}, expected a word such as int4-curved")
     return given
 
 

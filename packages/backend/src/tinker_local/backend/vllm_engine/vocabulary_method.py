@@ -46,8 +46,7 @@ def _times(x: torch.Tensor, stored: Packed) -> torch.Tensor:
 def pack_vocabularies(model: Any, precision: str, device: torch.device, where: str) -> bool:
     """Give each embedding and LM head of vLLM's `model` codes of `precision` and scales in place of its matrix; tied
     ones have the same. They are on `device`, and have no numbers yet. Returns whether there is one matrix alone.
-    UnsupportedError if it has other embeddings, or
-    several processes with parts of them. `where`: the model's name."""
+    UnsupportedError if it has other embeddings, or several processes with parts of them. `where`: the model's name."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     layers = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]

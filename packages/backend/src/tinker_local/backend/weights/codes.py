@@ -54,7 +54,8 @@ def to_codes(weight: torch.Tensor, bits: Bits) -> Packed:
     """`weight` [N, K] with codes int8 [N, K] rounded to nearest, or uint8 [N, K/2] for 4 bits as `round_curved` finds
     them; scales bfloat16 [N, G]. ValueError if no size of a group divides K.
 
-    Equal weights have equal codes at each start on a kind of device, and those of 4 bits on all devices."""
+    Equal weights have equal codes at each start on a kind of device. Those of 4 bits are made so that all devices find
+    the same, which processors have been seen to do."""
     rows, inputs = weight.shape
     if (size := group_of(inputs, bits)) is None:
         raise ValueError(f"rows of {inputs} numbers cannot be divided into groups of {', '.join(map(str, GROUPS))}")

@@ -1,4 +1,4 @@
-"""In how few bits the frozen weights of layers may be. Imports no torch, so that plans know it too."""
+"""In how few bits the frozen weights of layers, embedding and LM head may be. Imports no torch: plans know it, too."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,8 @@ and of llama.cpp's IQ4_NL are such, by tables. Here a code stands for code * (BE
 0, and fits into 8 bits: from -144 to 119, in steps of 11 to 25. The largest number of a group has the code -8, or
 another if a scale for that leaves a smaller sum of squared errors.
 
-Every operation is one on single numbers that IEEE 754 rounds in one way, and sums are added in one order, so that all
-devices find the same codes.
+Every operation is one on single numbers that IEEE 754 rounds in one way, and sums are added in one order, so that
+devices that keep to it find the same codes.
 
 Legend: n groups of `size` numbers.
 """

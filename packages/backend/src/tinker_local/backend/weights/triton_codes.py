@@ -59,10 +59,12 @@ def times_few(
     *,
     curved: bool = False,
 ) -> torch.Tensor:
-    """x W^T, [M, N] in the dtype of `x` [M, K]; sums are in float32. Reads the codes once for each
-    64 rows of `x`, so it is for few of them. The others as for `unpacked`. Equal inputs have equal results:
-    parts of a sum are added in one order."""
+    """x W^T, [M, N] in the dtype of `x` [M, K]; sums are in float32. Reads the codes once for each 64 rows of `x`, so
+    it is for few of them. The others as for `unpacked`. Equal inputs have equal results: parts of a sum are added in
+    one order."""
     (rows, inputs), outputs = x.shape, len(codes)
+    if not rows:
+        return x.new_empty(0, outputs)
     assert x.stride(1) == 1
     nibbles = codes.dtype == torch.uint8
     common = {"inputs": inputs, "group": inputs // scales.shape[1], "nibbles": nibbles, "curved": curved}

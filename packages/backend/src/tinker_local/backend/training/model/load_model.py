@@ -105,7 +105,8 @@ def packable(config: Any) -> Packable | None:
 
 def packable_head(config: Any) -> Packable | None:
     """Of a model of `config` its embedding and LM head, as they can be packed; None if they cannot."""
-    return packable_vocabulary(without_values(config, family_of(config.model_type, config.name_or_path)))
+    family = family_of(config.model_type, config.name_or_path)
+    return packable_vocabulary(without_values(config, family)) if family.one_copy else None
 
 
 def supported_family(config: Any, where: str) -> Family:
