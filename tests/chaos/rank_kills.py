@@ -104,10 +104,10 @@ def marked(mark: str) -> set[int]:
 
 
 def shared_memory(ours: Container[int]) -> set[str]:
-    """Names in /dev/shm that no process but `ours` has mapped; not the folders of servers, which have their sampler
-    versions there, nor what joblib makes, in programs of others alone."""
-    others = ("tinker-local-", "sem.loky-", "loky-")
-    found = {file.name for file in Path("/dev/shm").iterdir() if not file.name.startswith(others)}
+    """Names of files in /dev/shm that no process but `ours` has mapped. Folders are those of servers, which have their
+    sampler versions there, and of other programs. What joblib makes is of others alone."""
+    others = ("sem.loky-", "loky-")
+    found = {file.name for file in Path("/dev/shm").iterdir() if not (file.name.startswith(others) or file.is_dir())}
     for folder in Path("/proc").iterdir() if found else ():
         with suppress(OSError):
             if folder.name.isdigit() and int(folder.name) not in ours:
