@@ -168,6 +168,7 @@ def trained(trainer: HFTrainer) -> tuple[Arrays, Arrays]:
     return logprobs, gradients
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize(
     ("family", "precision"), [("qwen3_moe", "int8"), ("qwen3_moe", "int4"), ("gpt_oss", "int8"), (FAMILIES[2], "int4")]
