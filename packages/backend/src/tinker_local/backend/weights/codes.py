@@ -13,7 +13,8 @@ Legend: N rows, K numbers in a row, G groups in a row.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from tinker_local.backend.weights.layout import Layout
@@ -48,6 +49,19 @@ class Packed:
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix [N, K] in `dtype`."""
         return from_codes(self.codes, self.scales, dtype, self.zeros, self.order, curved=self.curved)
+
+    def rows(self, which: slice) -> "Packed":
+        """Of these rows of the matrix, in the same memory."""
+        zeros = None if self.zeros is None else self.zeros[which]
+        return replace(self, codes=self.codes[which], scales=self.scales[which], zeros=zeros)
+
+
+def stacked(made: Iterable[Packed], place: torch.device) -> Packed:
+    """One matrix of those that `to_codes` made, one below the other, each moved to `place` before the next is made."""
+    moved = [replace(each, codes=each.codes.to(place), scales=each.scales.to(place)) for each in made]
+    return replace(
+        moved[0], codes=torch.cat([each.codes for each in moved]), scales=torch.cat([each.scales for each in moved])
+    )
 
 
 def to_codes(weight: torch.Tensor, bits: Bits) -> Packed:

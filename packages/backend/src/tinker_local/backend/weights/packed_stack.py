@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from tinker_local.backend.weights.codes import Packed, inputs_of, to_codes
+from tinker_local.backend.weights.codes import Packed, inputs_of, stacked, to_codes
 from tinker_local.backend.weights.frozen_matrix import GroupedProduct
 from tinker_local.backend.weights.joined_names import EXPERTS_DOWN, EXPERTS_GATE_UP
 from tinker_local.backend.weights.packed import CODES, SCALES, pack_layers, packable_modules
@@ -87,8 +87,7 @@ class PackedStack:
     def matrix(self, expert: int) -> torch.Tensor:
         """W_e [out, in]."""
         rows = slice(expert * self.outputs, (expert + 1) * self.outputs)
-        stored = replace(self.stored, codes=self.stored.codes[rows], scales=self.stored.scales[rows])
-        return stored.numbers(self.dtype)
+        return self.stored.rows(rows).numbers(self.dtype)
 
     def numbers(self) -> torch.Tensor:
         """[E, out, in]."""
@@ -108,15 +107,11 @@ class PackedMatrices(torch.nn.Module):
     @staticmethod
     def rounded(stack: torch.Tensor, bits: Bits, device: torch.device | None) -> "PackedMatrices":
         """Packs `stack` [E, out, in], some matrices at a time, on `device` if that is quicker."""
-        made = [
-            to_codes(some.to(device).reshape(-1, stack.shape[2]), bits)
-            for some in stack.split(max(1, _PIECE // stack[0].numel()))
-        ]
-        codes, scales = (
-            torch.cat([part.to(stack.device) for part in parts]).view(*stack.shape[:2], -1)
-            for parts in ([each.codes for each in made], [each.scales for each in made])
-        )
-        return PackedMatrices(Packed(codes, scales, curved=made[0].curved), stack.dtype)
+        some = stack.split(max(1, _PIECE // stack[0].numel()))
+        made = (to_codes(each.to(device).reshape(-1, stack.shape[2]), bits) for each in some)
+        found = stacked(made, stack.device)
+        codes, scales = (each.view(*stack.shape[:2], -1) for each in (found.codes, found.scales))
+        return PackedMatrices(replace(found, codes=codes, scales=scales), stack.dtype)
 
     def stack(self) -> PackedStack:
         """Shares its numbers with this."""

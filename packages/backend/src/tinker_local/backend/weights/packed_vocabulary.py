@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tinker_local.backend.weights.codes import Packed, to_codes
+from tinker_local.backend.weights.codes import Packed, stacked, to_codes
 from tinker_local.backend.weights.packed import CODES, ORDER, SCALES, ZEROS, PackedLinear, PackedMatrix, tensors_of
 from tinker_local.backend.weights.precision import BITS, GROUPS, PIECE, Packable, has_groups
 from tinker_local.types import UnsupportedError
@@ -25,7 +25,7 @@ def pieces(stored: Packed, dtype: torch.dtype, piece: int | None = None) -> Iter
     piece = piece or (PIECE if stored.codes.is_cuda else _CPU_PIECE)
     for start in range(0, count, step := max(1, piece // inputs)):
         rows = slice(start, min(start + step, count))
-        yield rows, Packed(stored.codes[rows], stored.scales[rows]).numbers(dtype)
+        yield rows, stored.rows(rows).numbers(dtype)
 
 
 def rows_of(stored: Packed, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -189,6 +189,5 @@ def _codes(weight: torch.Tensor, precision: str, device: torch.device | None) ->
     if not has_groups(weight.shape[1]):
         raise ValueError(f"rows of {weight.shape[1]} numbers cannot be divided into groups of {GROUPS[-1]}")
     step = max(1, PIECE // weight.shape[1])
-    made = [to_codes(rows.to(device), BITS[precision]) for rows in weight.detach().split(step)]
-    codes, scales = ([getattr(each, name).to(weight.device) for each in made] for name in ("codes", "scales"))
-    return Packed(torch.cat(codes), torch.cat(scales))
+    made = (to_codes(rows.to(device), BITS[precision]) for rows in weight.detach().split(step))
+    return stacked(made, weight.device)
