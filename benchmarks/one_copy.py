@@ -31,7 +31,7 @@ from stacks import MODEL, Run, keep
 
 WAYS = {"one copy": "always", "two copies": "off"}
 """What `--shared-weights` is."""
-SAVES = 10
+SAVES = 25
 """In a round: one is short, and files of the adapter take a different time each."""
 
 

@@ -33,7 +33,7 @@ from engine import room_for_models
 from harness import machine, processes, workloads
 from harness.scale import SCALES, Scale
 from measurements.steps import text_datum
-from measurements.ways import Sdk, step
+from measurements.ways import Sdk, results
 from on_cpu import Line, in_turns, table
 
 MODEL = "bench/text"
@@ -50,18 +50,24 @@ def prompts_of(scale: Scale, seed: int) -> list[list[int]]:
 
 
 class Run:
-    """A training run of a server, under the official SDK. Each method returns seconds."""
+    """A training run of a server, under the official SDK. Each method returns seconds. `steps`: that `train` sends
+    before it waits for the first."""
 
-    def __init__(self, runner: asyncio.Runner, url: str, scale: Scale) -> None:
+    def __init__(self, runner: asyncio.Runner, url: str, scale: Scale, steps: int = 1) -> None:
         self._runner, self._scale, self._way = runner, scale, Sdk(url, MODEL)
+        self._steps = steps
         self._run = runner.run(self._way.create(scale.rank))
         data = [text_datum(tokens) for tokens in workloads.ragged_sequences(scale)]
-        self.trained_tokens = sum(datum.model_input.length for datum in data)
+        self.trained_tokens = steps * sum(datum.model_input.length for datum in data)
         self._data = self._way.prepared(data)
 
     def train(self, _: int) -> float:
-        """One step."""
-        return self._seconds(step(self._way, self._run, self._data))
+        async def train() -> None:
+            sent = [await self._way.send(self._run, self._data) for _ in range(self._steps)]
+            for of_step in sent:
+                await results(of_step)
+
+        return self._seconds(train())
 
     def hand_over(self, turn: int) -> float:
         """From the save of weights to the first token that is sampled with them."""
