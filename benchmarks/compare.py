@@ -8,8 +8,8 @@ Two servers run at the same time, one of each checkout, and take turns: four ste
 is waited for, on sequences of 64 to 2,048 tokens of a model with dense layers, of one with experts and of one with
 linear attention; and with the dense one from a save of weights to the first token that is sampled with them, and
 samples of 512 tokens with that adapter. Random weights in the shapes of Qwen3-8B, Qwen3-30B-A3B and Qwen3.5-9B with
-fewer layers, of which two servers fit on 80 GB. The server that goes first changes each time. Only the API is used, so
-that a checkout may be of any age.
+fewer layers. The server that goes first changes each time. Only the API is used, so that a checkout may be of any age.
+Nothing else should run on the machine, not on another of its GPUs either: programs there moved a step by a sixth.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def scale_of(name: str, tiny: bool) -> Scale:
     scale = SCALES["tiny" if tiny else "4b"]
     text = scale.text if tiny else dataclasses.replace(scale.text, vocab=SHAPES[name].settings["vocab_size"])
     scale = dataclasses.replace(scale, text=text, kv_cache_bytes=min(scale.kv_cache_bytes, 4 * 2**30))
-    return scale if tiny else dataclasses.replace(scale, output_tokens=512)
+    return scale if tiny else dataclasses.replace(scale, output_tokens=512, micro_batch_tokens=4096)
 
 
 def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[Line]:

@@ -207,7 +207,7 @@ def main() -> int:
     lines = [*machine.describe(), f"{options.model or options.shape} {kept}, {options.gib} GiB free", ""]
     print(*lines, sep="\n", flush=True)
     with tempfile.TemporaryDirectory(dir=None if options.tiny else room_for_models()) as folder:
-        logs = (options.out or Path(folder)) / "small-card-logs"
+        logs = (options.out or Path(folder)) / f"small-card-logs-{os.getpid()}"  # several may run, on a GPU each
         logs.mkdir(parents=True, exist_ok=True)
         try:
             for line in measure(options, Path(folder), logs):

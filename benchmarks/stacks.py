@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -205,8 +206,9 @@ def commit_of(checkout: Path) -> str:
 
 def keep(name: str, measured: Iterator[Line], head: list[str], out: Path | None) -> None:
     """Print lines as they come and a table in the end, and write dated files into `out`; what there is also after
-    Ctrl-C."""
+    Ctrl-C, or after the SIGTERM of a time limit."""
     lines: list[Line] = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for line in measured:
             print(line, flush=True)

@@ -22,8 +22,8 @@ def test_products_with_packed_experts_equal_plain_torch_in_the_interpreter() -> 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_products_with_packed_experts_equal_plain_torch_on_a_gpu() -> None:
-    """In shapes of Qwen3-30B-A3B, and in some that no block divides."""
-    large = ((1, 8, 128, 1536, 2048), (64, 8, 128, 2048, 768))
+    """In shapes of Qwen3-30B-A3B with fewer experts, and in some that no block divides."""
+    large = ((1, 8, 16, 1536, 2048), (64, 8, 16, 2048, 768))
     expert_codes_cases.check_all("cuda", (*large, (600, 8, 16, 1536, 2048), (5, 3, 4, 130, 96), (40, 2, 3, 20, 320)))
 
 
