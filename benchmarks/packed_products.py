@@ -39,9 +39,7 @@ def ways(rows: int, bits: str, shapes: list[tuple[int, int]], device: str, dtype
     given = [torch.randn(rows, inputs, device=device, dtype=dtype) for _, inputs in shapes]
     found: Ways = {
         "16 bits": lambda: [x @ w.T for x, w in zip(given, dense, strict=True)],
-        "torch": lambda: [
-            x @ in_torch(w.codes, w.scales, dtype, curved=w.curved).T for x, w in zip(given, packed, strict=True)
-        ],
+        "torch": lambda: [x @ in_torch(w, dtype).T for x, w in zip(given, packed, strict=True)],
     }
     if device == "cuda":
         from tinker_local.backend.weights.triton_codes import times_few, unpacked

@@ -7,7 +7,7 @@ file checks all cases on the CPU.
 import itertools
 
 import torch
-from tinker_local.backend.weights.codes import in_torch, to_codes
+from tinker_local.backend.weights.codes import Packed, in_torch, to_codes
 from tinker_local.backend.weights.precision import BITS, Bits
 
 Matrix = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool]
@@ -63,7 +63,7 @@ def check_unpacked(device: str, outputs: int, inputs: int, bits: Bits, dtype: to
     for codes, scales, zeros, curved in matrices(outputs, inputs, bits, device):
         expected = plain(codes, scales, dtype, zeros, curved=curved)
         assert torch.equal(unpacked(codes, scales, dtype, zeros, curved=curved), expected)
-        assert torch.equal(in_torch(codes, scales, dtype, zeros, curved=curved), expected)
+        assert torch.equal(in_torch(Packed(codes, scales, zeros, curved=curved), dtype), expected)
 
 
 def check_product(device: str, rows: int, outputs: int, inputs: int, bits: Bits) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tinker_local.backend.training.kernels.grouped_products import RowGroups
-from tinker_local.backend.weights.codes import in_torch
+from tinker_local.backend.weights.codes import Packed, in_torch
 from tinker_local.backend.weights.dense import DenseStack
 from tinker_local.backend.weights.packed_stack import PackedMatrices
 from tinker_local.backend.weights.precision import Bits
@@ -36,7 +36,7 @@ def test_products_of_the_trainer_with_packed_experts_are_those_of_their_numbers_
     packed = PackedMatrices.rounded(weight, bits, torch.device("cuda")).cuda()
     stack = packed.stack()
     codes, scales = (each.flatten(0, 1) for each in (packed.qweight, packed.scales))
-    numbers = in_torch(codes, scales, torch.bfloat16, curved=packed.curved).view(weight.shape)
+    numbers = in_torch(Packed(codes, scales, curved=packed.curved), torch.bfloat16).view(weight.shape)
     assert torch.equal(stack.numbers(), numbers)
     dense, groups = DenseStack(numbers), RowGroups(torch.arange(0, 16 * 40, 40, dtype=torch.int32, device="cuda"))
     x, grad = (torch.randn(600, width, device="cuda").bfloat16() for width in (2048, 1536))

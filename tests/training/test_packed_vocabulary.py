@@ -13,7 +13,7 @@ from tinker_local.backend.training.model.load_model import load_model
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.weights import packed_vocabulary
-from tinker_local.backend.weights.codes import Packed, from_codes, to_codes
+from tinker_local.backend.weights.codes import Packed, to_codes
 from tinker_local.backend.weights.packed_vocabulary import (
     PackedHead,
     VocabularyMatrix,
@@ -61,7 +61,7 @@ def check_products(piece: int, dtype: torch.dtype, device: str) -> None:
     """They are rounded once, as those of a whole matrix: sums over a vocabulary are beyond what bfloat16 has bits
     for."""
     matrix = VocabularyMatrix(stored(device), dtype, piece)
-    weight = from_codes(matrix.stored.codes, matrix.stored.scales, torch.float64)
+    weight = matrix.stored.numbers(torch.float64)
     x = whole_numbers(3, INPUTS, most=1).to(device, dtype)
     grad = whole_numbers(3, ROWS, most=7, seed=1).to(device, dtype)
     product, back = x.double() @ weight.T, grad.double() @ weight

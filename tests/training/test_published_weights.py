@@ -18,7 +18,7 @@ from tinker_local.backend.tiny_models.shapes import TextShape
 from tinker_local.backend.training.model.load_model import check_weights, config_of, supported_family
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer_config import TrainerConfig
-from tinker_local.backend.weights.codes import Packed, from_codes, in_pairs
+from tinker_local.backend.weights.codes import Packed, in_pairs
 from tinker_local.backend.weights.packed import PackedLinear, packed
 from tinker_local.backend.weights.published import WEIGHTS, published_of
 from tinker_local.types import UnsupportedError
@@ -80,9 +80,13 @@ def test_a_number_is_rounded_once_with_any_scales_and_zero_points(
 def test_a_compiler_takes_the_numbers_without_a_break(scales: torch.dtype, zeros: bool, order: bool) -> None:
     """As vLLM compiles a whole model on a GPU, and captures it as a graph."""
     matrix = stored(scales, zeros=zeros, order=order)
-    compiled: Any = torch.compile(from_codes, fullgraph=True, backend="eager")
+
+    def numbers(*tensors: torch.Tensor) -> torch.Tensor:
+        return Packed(*tensors).numbers(torch.bfloat16)
+
+    compiled: Any = torch.compile(numbers, fullgraph=True, backend="eager")
     with torch._dynamo.config.patch(disable=False):  # which engines of other tests in this process switch off
-        found = compiled(matrix.codes, matrix.scales, torch.bfloat16, matrix.zeros, matrix.order)
+        found = compiled(matrix.codes, matrix.scales, matrix.zeros, matrix.order)
     assert torch.equal(found, matrix.numbers(torch.bfloat16))
 
 

@@ -48,7 +48,12 @@ class Packed:
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix [N, K] in `dtype`."""
-        return from_codes(self.codes, self.scales, dtype, self.zeros, self.order, curved=self.curved)
+        # A compiler makes kernels of what is in torch.
+        if torch.compiler.is_compiling() or not _is_for_kernels(self, dtype):
+            return in_torch(self, dtype)
+        from tinker_local.backend.weights.triton_codes import unpacked
+
+        return unpacked(self.codes, self.scales, dtype, self.zeros, curved=self.curved)
 
     def rows(self, which: slice) -> "Packed":
         """Of these rows of the matrix, in the same memory."""
@@ -108,28 +113,10 @@ def _half_of(inputs: int) -> int:
     return math.gcd(inputs // 2, HALF)
 
 
-def from_codes(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    dtype: torch.dtype,
-    zeros: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
-    *,
-    curved: bool = False,
-) -> torch.Tensor:
-    """The matrix [N, K] that the tensors of a `Packed` stand for, in `dtype`."""
-    # A compiler makes kernels of what is in torch.
-    if torch.compiler.is_compiling() or not _is_for_kernels(codes, scales, dtype, order):
-        return in_torch(codes, scales, dtype, zeros, order, curved=curved)
-    from tinker_local.backend.weights.triton_codes import unpacked
-
-    return unpacked(codes, scales, dtype, zeros, curved=curved)
-
-
 def times(x: torch.Tensor, stored: Packed) -> torch.Tensor:
     """x W^T [M, N] for `x` [M, K] and the matrix W that is `stored`. On CUDA one operation for a compiler, which does
     not know M when it compiles."""
-    if x.dim() != 2 or not _is_for_kernels(stored.codes, stored.scales, x.dtype, stored.order):
+    if x.dim() != 2 or not _is_for_kernels(stored, x.dtype):
         return torch.nn.functional.linear(x, stored.numbers(x.dtype))
     return _times_on_cuda(x, stored.codes, stored.scales, stored.zeros, stored.curved)
 
@@ -152,34 +139,28 @@ def _(
     return x.new_empty(x.shape[0], codes.shape[0])
 
 
-def _is_for_kernels(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, order: torch.Tensor | None) -> bool:
+def _is_for_kernels(stored: Packed, dtype: torch.dtype) -> bool:
     """Whether `triton_codes.py` has it."""
-    if not codes.is_cuda or codes.dtype not in (torch.int8, torch.uint8) or order is not None:
+    codes = stored.codes
+    if not codes.is_cuda or codes.dtype not in (torch.int8, torch.uint8) or stored.order is not None:
         return False
     inputs = inputs_of(codes)
-    return dtype != torch.float64 and inputs % (2 * HALF) == 0 and inputs // scales.shape[1] % (2 * HALF) == 0
+    return dtype != torch.float64 and inputs % (2 * HALF) == 0 and inputs // stored.scales.shape[1] % (2 * HALF) == 0
 
 
-def in_torch(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    dtype: torch.dtype,
-    zeros: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
-    *,
-    curved: bool = False,
-) -> torch.Tensor:
-    """What `from_codes` returns, by torch's operations."""
+def in_torch(stored: Packed, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix [N, K] in `dtype`, by torch's operations."""
+    codes, scales, zeros, order = stored.codes, stored.scales, stored.zeros, stored.order
     rows, inputs = len(codes), inputs_of(codes)
     if scales.dtype == torch.bfloat16 and zeros is None and order is None:  # exact in `dtype` before the product
-        weight = _in(dtype, codes, curved=curved).view(rows, scales.shape[1], -1)
+        weight = _in(dtype, codes, curved=stored.curved).view(rows, scales.shape[1], -1)
         return weight.mul_(scales.to(dtype).unsqueeze(-1)).view(rows, inputs)
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     result = torch.empty(rows, inputs, dtype=dtype, device=codes.device)
     step = max(1, _PIECE // inputs)
     for start in range(0, rows, step):
         piece = slice(start, start + step)
-        numbers = _in(precise, codes[piece], curved=curved)
+        numbers = _in(precise, codes[piece], curved=stored.curved)
         grouped = numbers if order is not None else numbers.view(len(numbers), scales.shape[1], -1)
         if zeros is not None:
             grouped -= _of_each(zeros[piece], order)

@@ -1,6 +1,6 @@
 """Matrices of 8 or 4 bits (`codes.py`) on CUDA, in Triton: made whole in one pass, or multiplied by as they are read.
 
-Both round code * scale once to the dtype of activations, as `codes.from_codes` does, so that all multiply by the same
+Both round code * scale once to the dtype of activations, as `Packed.numbers` does, so that all multiply by the same
 numbers. In torch the same matrix is written and read four times.
 
 Of the layouts of `codes.Packed` those with integers and groups side by side, with or without zero points.
