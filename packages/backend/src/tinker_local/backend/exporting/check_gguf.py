@@ -11,10 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tinker_local.backend.exporting.check_export import Checked, Reference, compare_logprobs, make_probe
+from tinker_local.backend.exporting.check_export import (
+    Checked,
+    Reference,
+    check_by_transformers,
+    compare_logprobs,
+    make_probe,
+)
 from tinker_local.backend.exporting.llama_cpp import PROGRAM, LlamaCpp
 from tinker_local.backend.exporting.trained import Trained
 from tinker_local.types import InternalError, InvalidRequestError
+
+LLAMA_CPP = "llama.cpp"
 
 QUANTIZED_LIMIT = 1.0
 """Nats: how far logprobs of a quantised file may be from the trainer's on average. A type of few bits loses what it
@@ -23,9 +31,9 @@ loses; a file that lost more than this answers another way, or was written wrong
 
 @dataclass(frozen=True, slots=True)
 class CheckedGguf:
-    """`numbers`: what comparing matrices found, in words, empty without the package gguf. `logprobs`: of the file that
-    the converter wrote, against the trainer; None without llama-cpp-python. `quantized`: the same of a file that the
-    quantiser wrote, in words; empty if there is none."""
+    """`numbers`: what comparing matrices found, in words; empty without the package gguf. `logprobs`: of the file that
+    the converter wrote, against the trainer; without llama-cpp-python, of the merged model that the converter read.
+    `quantized`: what is to be said of a type of fewer bits, in words; else empty."""
 
     numbers: str
     logprobs: Checked | None
@@ -33,7 +41,8 @@ class CheckedGguf:
 
     def __str__(self) -> str:
         said = "" if self.logprobs is None else str(self.logprobs)
-        without = "" if self.logprobs is not None else "no logprobs, since llama-cpp-python is not installed"
+        unread = self.logprobs is not None and self.logprobs.library != LLAMA_CPP
+        without = "llama.cpp itself did not load the file, since llama-cpp-python is not installed" if unread else ""
         return "; ".join(each for each in (self.numbers, said, self.quantized, without) if each)
 
 
@@ -41,7 +50,7 @@ def check_gguf_libraries(found: LlamaCpp) -> None:
     """InvalidRequestError if neither library is there that reads a GGUF file."""
     if find_spec("llama_cpp") is None and not _has_reader(found):
         raise InvalidRequestError(
-            "--to gguf: the result is checked with llama-cpp-python, or at least with gguf, and neither is installed: "
+            "--to gguf: the file is checked with llama-cpp-python, or at least with gguf, and neither is installed: "
             "pip install gguf, or leave the check out with --no-check"
         )
 
@@ -67,8 +76,11 @@ def check_converted(file: Path, kind: str, merged: Path, trained: Trained, devic
             else f"all {told['matrices']} matrices have the merged model's numbers in {kind}"
         )
     if find_spec("llama_cpp") is None:
-        return CheckedGguf(numbers, None)
-    checked = _against_trainer(file, kind, trained, device, found)
+        checked = check_by_transformers(merged, trained, "merged", device)
+    elif kind == "q8_0":
+        return CheckedGguf(numbers, None, _quantized_logprobs(file, kind, trained, device, found))
+    else:
+        checked = _against_trainer(file, kind, trained, device, found)
     if not checked.agrees:
         raise InternalError(f"the export was not kept, because it is not what was trained: {checked}")
     return CheckedGguf(numbers, checked)
@@ -85,14 +97,21 @@ def check_quantized(file: Path, kind: str, plain: Path, trained: Trained, device
         kinds = ", ".join(f"{count} {name}" for name, count in sorted(told["kinds"].items()))
         words.append(f"{kind} moves numbers by {told['all']:.1%} of their size ({kinds})")
     if find_spec("llama_cpp") is not None:
-        checked = _against_trainer(file, kind, trained, device, found)
-        said = (
-            f"logprobs of {kind} differ from the trainer's by {checked.mean:.2g} nats on average, {checked.largest:.2g}"
-        )
-        if not checked.mean <= QUANTIZED_LIMIT:
-            raise InternalError(f"the export was not kept: {said} at most; the mean may be {QUANTIZED_LIMIT:g}")
-        words.append(f"{said} at most (mean allowed {QUANTIZED_LIMIT:g})")
+        words.append(_quantized_logprobs(file, kind, trained, device, found))
     return "; ".join(words)
+
+
+def _quantized_logprobs(file: Path, kind: str, trained: Trained, device: str, found: LlamaCpp) -> str:
+    checked = _against_trainer(file, kind, trained, device, found)
+    said = (
+        f"llama.cpp's logprobs of {kind} differ from the trainer's by {checked.mean:.2g} nats on average, "
+        f"{checked.largest:.2g} at most"
+    )
+    if not checked.mean <= QUANTIZED_LIMIT:
+        raise InternalError(
+            f"the export was not kept: {said}; the mean may be {QUANTIZED_LIMIT:g}, and --no-check keeps the file"
+        )
+    return f"{said} (mean allowed {QUANTIZED_LIMIT:g})"
 
 
 def _against_trainer(file: Path, kind: str, trained: Trained, device: str, found: LlamaCpp) -> Checked:
@@ -109,7 +128,7 @@ def _against_trainer(file: Path, kind: str, trained: Trained, device: str, found
         theirs = np.array(_ask("logprobs", found, file, ids), np.float32)
     exact = kind == "f32" and trained.base.dtype == "float32"
     dtype = "float32" if exact else "bfloat16"
-    return compare_logprobs("llama.cpp", dtype, ours, theirs, without, rounding, images=0)
+    return compare_logprobs(LLAMA_CPP, dtype, ours, theirs, without, rounding, images=0)
 
 
 def _ask(what: str, found: LlamaCpp, *files: Path) -> Any:

@@ -74,7 +74,10 @@ class LlamaCpp:
         if done.returncode == 0:
             return None
         lines = [line.strip() for line in done.stdout.replace("\r", "\n").splitlines() if line.strip()]
-        return lines[-1] if lines else f"it ended with status {done.returncode}"
+        if not lines:
+            return f"it ended with status {done.returncode}"
+        bare = lines[-1].isidentifier()  # an AssertionError without a word, below the line that raised it
+        return f"{lines[-1]}, {lines[-2]}" if bare and len(lines) > 1 else lines[-1]
 
 
 def find_llama_cpp(folder: Path | None, kind: str) -> LlamaCpp:

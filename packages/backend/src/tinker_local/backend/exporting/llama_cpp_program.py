@@ -9,6 +9,7 @@ process that a fault in them may end.
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -126,11 +127,11 @@ def _rounding(source: Array, kind: str) -> float:
     block and are rounded to float16 themselves."""
     largest = float(np.abs(source).max(initial=0.0))
     if kind == "BF16":
-        return largest * 2.0**-9 if (source.view(np.uint32) & 0xFFFF).any() else 0.0
+        return largest * 2.0**-8 if (source.view(np.uint32) & 0xFFFF).any() else 0.0
     if kind == "F16":
         return largest * 2.0**-11 + 2.0**-25
     if kind == "Q8_0":
-        return largest * (0.5 / 127 + 2.0**-11) + 2.0**-25
+        return largest * (0.5 / 127 + 2.0**-11) + 127 * 2.0**-25
     return 0.0
 
 
@@ -171,7 +172,7 @@ def difference(file: Path, plain: Path, answer: Path) -> None:
         apart, size = float(((numbers - other) ** 2).sum()), float((numbers**2).sum())
         total, squares = total + apart, squares + size
         relative = math.sqrt(apart / size) if size else math.sqrt(apart)
-        bits = _bits(gguf, new.tensor_type)
+        bits = _bits(new.tensor_type.name)
         worst = max(worst, relative)
         if not relative <= uniform_noise(bits):
             wrong.append(
@@ -193,10 +194,11 @@ def uniform_noise(bits: int) -> float:
     return 2 * math.sqrt(32) / math.sqrt(12) / 2**bits
 
 
-def _bits(gguf: Any, kind: Any) -> int:
-    """Whole bits for each number, without those of the scales."""
-    numbers, size = gguf.GGML_QUANT_SIZES[kind]
-    return int(8 * size / numbers)
+def _bits(kind: str) -> int:
+    """Of each number in a type of this name, without those of the scales: Q4_1 has 4, BF16 has 16."""
+    found = re.search(r"\d+", kind)
+    assert found is not None, f"{kind} names its bits"
+    return int(found[0])
 
 
 def main(arguments: list[str]) -> None:

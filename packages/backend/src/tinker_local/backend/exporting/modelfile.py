@@ -8,7 +8,7 @@ Otherwise the Modelfile says that it has no template.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,13 @@ Message = Mapping[str, str]
 @dataclass(frozen=True, slots=True)
 class TurnTemplate:
     """`around`: the texts before and after a message of each role. `system`: what the template inserts as the system's
-    message where a conversation has none; empty if it inserts nothing. `answer`: what it puts before an answer."""
+    message where a conversation has none; empty if it inserts nothing. `answer`: what it puts before an answer.
+    `apart`: what the model's own template does besides, in sentences."""
 
     around: Mapping[str, tuple[str, str]]
     system: str
     answer: str
+    apart: tuple[str, ...] = ()
 
     def render(self, messages: Sequence[Message]) -> str:
         """With the beginning of an answer, as Ollama would."""
@@ -61,20 +63,21 @@ def read_turns(tokenizer: Any) -> TurnTemplate | None:
         found = _read_turns(tokenizer)
         if found is None or any(_rendered(tokenizer, each) != found.render(each) for each in _CONVERSATIONS):
             return None
+        apart = tuple(words for words, talk in _BESIDES.items() if _rendered(tokenizer, talk) != found.render(talk))
     except Exception:
         # Templates raise whatever they like about conversations that they do not take, as without a system's message.
         return None
-    return found
+    return replace(found, apart=apart)
 
 
 _CONVERSATIONS: tuple[list[Message], ...] = (
     [{"role": "user", "content": "What is 2 + 2?"}],
-    [{"role": "system", "content": "Be brief.\nAlways."}, {"role": "user", "content": " spaces \n and lines\n"}],
+    [{"role": "system", "content": "Be brief.\nAlways."}, {"role": "user", "content": "some\n\nlines"}],
     [
         {"role": "user", "content": "One"},
         {"role": "assistant", "content": "Two"},
         {"role": "user", "content": "Three"},
-        {"role": "assistant", "content": "  Four \n"},
+        {"role": "assistant", "content": "Four"},
         {"role": "user", "content": "Five"},
     ],
     [
@@ -84,6 +87,21 @@ _CONVERSATIONS: tuple[list[Message], ...] = (
         {"role": "user", "content": ""},
     ],
 )
+
+_BESIDES: dict[str, list[Message]] = {
+    "That one leaves the thoughts of earlier answers out of the prompt; here they stay in it.": [
+        {"role": "user", "content": "One"},
+        {"role": "assistant", "content": "<think>\nIt is two.\n</think>\n\nTwo"},
+        {"role": "user", "content": "Three"},
+    ],
+    "That one strips blanks around each message; here they stay.": [
+        {"role": "system", "content": " Be brief.\n"},
+        {"role": "user", "content": " spaces \n and lines\n"},
+        {"role": "assistant", "content": "  Four \n"},
+        {"role": "user", "content": "Five "},
+    ],
+}
+"""What a template may do besides, and a conversation that shows it."""
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Message], answer: bool = True) -> str:
@@ -120,7 +138,7 @@ def stops(tokenizer: Any, generation: Mapping[str, Any], turns: TurnTemplate | N
     """The texts that end an answer: tokens of the model's settings, and what its template puts after an answer."""
     ids = generation.get("eos_token_id", tokenizer.eos_token_id)
     ids = ids if isinstance(ids, list) else [ids]
-    found = [str(tokenizer.convert_ids_to_tokens(each)) for each in ids if each is not None]
+    found = [str(tokenizer.decode([each])) for each in ids if each is not None]
     after = turns.around["assistant"][1].strip() if turns is not None else ""
     known = [token for token in tokenizer.get_added_vocab() if after.startswith(token)]
     return list(dict.fromkeys([*found, *sorted(known, key=len)[-1:]]))
@@ -142,6 +160,8 @@ def write_modelfile(folder: Path, model: str, merged: Path) -> bool:
             "# own programs run the template in the file as it is.",
         ]
     else:
+        lines.append("# The model's chat template, without its tools.")
+        lines += [f"# {words}" for words in turns.apart]
         lines.append(f"TEMPLATE {_quoted(turns.go)}")
         if turns.system:
             lines.append(f"SYSTEM {_quoted(turns.system)}")
