@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from tinker_local.backend.adapters.adapter_files import write_adapter
 from tinker_local.backend.exporting import export_checkpoint
-from tinker_local.backend.exporting.check_gguf import CheckedGguf
 from tinker_local.backend.exporting.llama_cpp import LlamaCpp, find_llama_cpp
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.run.worker import HFTrainer
@@ -61,9 +60,10 @@ def test_the_real_converter_writes_what_was_trained(
 ) -> None:
     given: dict[str, Any] = {"to": "gguf", "base": str(small_model), "llama_cpp": os.environ.get("LLAMA_CPP")}
     exported = export_checkpoint(trained_small_model, tmp_path / "o", **given)
-    assert isinstance(exported.checked, CheckedGguf)
-    assert exported.checked.numbers == "all 212 matrices have the merged model's numbers in bf16"
-    found = exported.checked.logprobs
+    assert exported.gguf is not None
+    assert exported.gguf.checked is not None
+    assert exported.gguf.checked.numbers == "all 212 matrices have the merged model's numbers in bf16"
+    found = exported.checked
     assert found is not None
     assert found.library == ("transformers" if find_spec("llama_cpp") is None else "llama.cpp")
     assert found.agrees
@@ -72,7 +72,7 @@ def test_the_real_converter_writes_what_was_trained(
     if converter.quantize is None:
         return
     smaller = export_checkpoint(trained_small_model, tmp_path / "q", gguf_type="q4_k_m", **given)
-    print(smaller.checked)
+    assert "q4_k_m moves numbers by" in smaller.found
     reader = gguf.GGUFReader(tmp_path / "q" / "model-q4_k_m.gguf")
     assert {"Q4_K", "Q6_K"} <= {tensor.tensor_type.name for tensor in reader.tensors}
     assert sum(tensor.n_bytes for tensor in reader.tensors) < 0.5 * (tmp_path / "o" / "model-bf16.gguf").stat().st_size

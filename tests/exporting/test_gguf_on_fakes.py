@@ -1,6 +1,7 @@
 """`export --to gguf` around llama.cpp's converter and quantiser, with fakes of both: what it gives them, what it checks
 of their files, and what it says. `test_gguf_by_llama_cpp.py` has the real ones."""
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 from tinker_local.backend.exporting import export_checkpoint, llama_cpp
-from tinker_local.backend.exporting.check_gguf import CheckedGguf
 from tinker_local.backend.exporting.llama_cpp import find_llama_cpp
 from tinker_local.types import InternalError, InvalidRequestError
 
@@ -40,7 +40,7 @@ def without_llama_cpp_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fakes write is not a model that llama.cpp could load, also where its library is installed."""
     from tinker_local.backend.exporting import check_gguf
 
-    found = llama_cpp.find_spec
+    found = importlib.util.find_spec
     for module in (check_gguf, llama_cpp):
         monkeypatch.setattr(module, "find_spec", lambda name: None if name == "llama_cpp" else found(name))
 
@@ -53,10 +53,11 @@ def test_a_fake_converter_gives_a_file_with_the_merged_numbers_and_a_modelfile(
     base = str(trained.model)
     exported = export_checkpoint(trained.checkpoint, tmp_path / "o", to="gguf", base=base, llama_cpp=llama_folder)
     assert {file.name for file in (tmp_path / "o").iterdir()} == {"model-f32.gguf", "Modelfile", "README.md"}
-    assert isinstance(exported.checked, CheckedGguf)
-    assert exported.checked.logprobs is not None
-    assert exported.checked.logprobs.library == "transformers"  # of what the converter read
-    assert "llama-cpp-python is not installed" in str(exported.checked)
+    assert exported.gguf is not None
+    assert exported.gguf.checked is not None
+    assert exported.checked is not None
+    assert exported.checked.library == "transformers"  # of what the converter read
+    assert "llama-cpp-python is not installed" in exported.found
     export_checkpoint(trained.checkpoint, tmp_path / "m", to="merged", base=base, check=False)
     merged = load_file(tmp_path / "m" / "model.safetensors")
     reader = gguf.GGUFReader(tmp_path / "o" / "model-f32.gguf")
@@ -68,7 +69,7 @@ def test_a_fake_converter_gives_a_file_with_the_merged_numbers_and_a_modelfile(
     card = (tmp_path / "o" / "README.md").read_text()
     assert "library_name: gguf" in card
     assert "llama-server -m model-f32.gguf" in card
-    assert str(exported.checked) in card
+    assert exported.found in card
     assert (tmp_path / "o" / "Modelfile").read_text().splitlines()[1] == "FROM ./model-f32.gguf"
 
 
@@ -111,7 +112,7 @@ def test_a_fake_quantiser_makes_the_type_of_the_plain_file(tuned: Make, tmp_path
     given: dict[str, Any] = {"to": "gguf", "base": str(trained.model), "llama_cpp": llama_folder}
     exported = export_checkpoint(trained.checkpoint, tmp_path / "o", gguf_type="Q4_0", **given)
     assert sorted(file.name for file in (tmp_path / "o").iterdir()) == ["Modelfile", "README.md", "model-q4_0.gguf"]
-    assert "q4_0 moves numbers by " in str(exported.checked)
+    assert "q4_0 moves numbers by " in exported.found
     kinds = {tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "o" / "model-q4_0.gguf").tensors}
     assert kinds == {"F32", "Q4_0"}
     with pytest.raises(InvalidRequestError, match=r"quantiser .* failed: main: failed to quantize model"):

@@ -78,5 +78,5 @@ def export(
         raise click.ClickException(str(error)) from error
     for warning in exported.warnings:
         click.echo(f"warning: {warning}", err=True)
-    click.echo(f"checked: {exported.checked}" if exported.checked else "not checked")
+    click.echo(f"checked: {exported.found}" if exported.found else "not checked")
     click.echo(f"wrote {exported.folder} (base model: {exported.base_model})")

@@ -15,7 +15,7 @@ from tinker_local.backend.exporting.check_export import (
     check_peft_version,
     missing_library,
 )
-from tinker_local.backend.exporting.check_gguf import CheckedGguf, check_gguf_libraries
+from tinker_local.backend.exporting.check_gguf import check_gguf_libraries
 from tinker_local.backend.exporting.gguf import GgufFiles, plain_type, write_gguf
 from tinker_local.backend.exporting.llama_cpp import find_llama_cpp
 from tinker_local.backend.exporting.merged_model import write_merged
@@ -31,13 +31,21 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """`folder`: what was written. `base_model`: a folder or hub name. `checked`: None if `check` was False. `warnings`:
-    what a user of the folder should know."""
+    """`folder`: what was written. `base_model`: a folder or hub name. `checked`: how far logprobs of a probe are from
+    the trainer's; None if `check` was False. `warnings`: what a user of the folder should know. `gguf`: the files of
+    `to="gguf"`, and what was checked of their numbers."""
 
     folder: Path
     base_model: str
-    checked: Checked | CheckedGguf | None
+    checked: Checked | None
     warnings: tuple[str, ...]
+    gguf: GgufFiles | None = None
+
+    @property
+    def found(self) -> str:
+        """What was checked, in words; empty without a check."""
+        whole = self.checked if self.gguf is None else self.gguf.checked
+        return "" if whole is None else str(whole)
 
 
 def export_checkpoint(
@@ -95,17 +103,18 @@ def export_checkpoint(
     unfinished.mkdir(parents=True)
     try:
         progress(f"writing {source.name} on {found.path}")
-        checked: Checked | CheckedGguf | None = None
+        checked: Checked | None = None
         files: GgufFiles | None = None
         if converter is not None:
             files = write_gguf(unfinished, out.name, trained, kind, converter, device, check, progress)
-            checked = files.checked
+            checked = None if files.checked is None else files.checked.logprobs
         else:
             _write(unfinished, trained, to)
             if check:
                 progress("comparing it with the trainer")
                 checked = _compared(unfinished, trained, to, device)
-        write_card(unfinished, out, trained, to, str(checked or "not checked"), files)
+        said = Exported(out, found.path, checked, (), files).found
+        write_card(unfinished, out, trained, to, said or "not checked", files)
         unfinished.rename(out)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -127,13 +136,13 @@ def export_checkpoint(
             f"the adapter was trained on {base_in(source.base_precision)}{unsure}, and this is of the base as its "
             "files have it, which computes something else: measure it before you rely on it"
         )
-    return Exported(out, found.path, checked, tuple(warnings))
+    return Exported(out, found.path, checked, tuple(warnings), files)
 
 
 def _write(folder: Path, trained: Trained, to: Target) -> None:
     if to == "merged":
         write_merged(folder, trained)
-    else:
+    elif to != "gguf":
         write_adapter_for(to, folder, trained)
 
 

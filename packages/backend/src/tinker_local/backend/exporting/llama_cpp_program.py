@@ -140,11 +140,12 @@ def _same(source: Array, found: Array, allowed: float) -> bool:
     vector = np.random.Generator(np.random.Philox(7)).uniform(0.5, 1.5, source.shape[1])
 
     def products(matrix: Array) -> Array:
-        parts = (matrix[start : start + ROWS].astype(np.float64) * vector for start in range(0, len(matrix), ROWS))
-        return np.sort(np.concatenate([part.sum(-1) for part in parts]))
+        starts = range(0, len(matrix), ROWS)
+        return np.sort(np.concatenate([matrix[at : at + ROWS].astype(np.float64) @ vector for at in starts]))
 
     # Sorting never takes two lists further apart than they were at their largest distance.
-    summed = float((np.abs(source).max(0, initial=0.0) * vector).sum())
+    largest: Array = np.abs(source).max(axis=0, initial=0.0)
+    summed = float(largest @ vector)
     slack = allowed * vector.sum() + 2.0**-40 * summed  # a float64 sum rounds below that
     if np.abs(products(source) - products(found)).max(initial=0.0) <= slack:
         return True
@@ -152,35 +153,33 @@ def _same(source: Array, found: Array, allowed: float) -> bool:
 
 
 def difference(file: Path, plain: Path, answer: Path) -> None:
-    """The tensor that differs most from the plain one beside what its bits allow: root mean squares of the difference,
-    relative to the numbers'."""
+    """How far the numbers of a quantised file moved, and the tensors that moved by more than their bits allow: root
+    mean squares of the differences, relative to the numbers'."""
     gguf: Any = import_module("gguf")
-    before = {tensor.name: tensor for tensor in gguf.GGUFReader(str(plain)).tensors}
-    after = {tensor.name: tensor for tensor in gguf.GGUFReader(str(file)).tensors}
+    before, after = ({tensor.name: tensor for tensor in gguf.GGUFReader(str(each)).tensors} for each in (plain, file))
     wrong = [f"{name} is in one of both files" for name in sorted(before.keys() ^ after.keys())]
-    worst, total, kinds = 0.0, 0.0, dict[str, int]()
-    squares = 0.0
+    kinds: dict[str, int] = {}
+    total = squares = 0.0
     for name in sorted(before.keys() & after.keys()):
         old, new = before[name], after[name]
+        kind = str(new.tensor_type.name)
+        kinds[kind] = kinds.get(kind, 0) + 1
         if list(old.shape) != list(new.shape):
             wrong.append(f"{name} has the shape {list(new.shape)} instead of {list(old.shape)}")
             continue
-        kinds[new.tensor_type.name] = kinds.get(new.tensor_type.name, 0) + 1
-        numbers, other = (
-            np.asarray(gguf.dequantize(each.data, each.tensor_type), np.float64).ravel() for each in (old, new)
-        )
-        apart, size = float(((numbers - other) ** 2).sum()), float((numbers**2).sum())
+        apart, size = _squares(*(np.ravel(gguf.dequantize(each.data, each.tensor_type)) for each in (old, new)))
         total, squares = total + apart, squares + size
-        relative = math.sqrt(apart / size) if size else math.sqrt(apart)
-        bits = _bits(new.tensor_type.name)
-        worst = max(worst, relative)
-        if not relative <= uniform_noise(bits):
-            wrong.append(
-                f"{name} ({new.tensor_type.name}) is {relative:.2g} from the plain one, relative to its numbers; "
-                f"{bits} bits allow {uniform_noise(bits):.2g}"
-            )
-    told = {"worst": worst, "all": math.sqrt(total / squares) if squares else 0.0, "kinds": kinds, "wrong": wrong}
+        relative, allowed = math.sqrt(apart / size if size else apart), uniform_noise(_bits(kind))
+        if not relative <= allowed:
+            wrong.append(f"{name} ({kind}) moved by {relative:.2g} of its numbers' size, and may by {allowed:.2g}")
+    told = {"all": math.sqrt(total / squares) if squares else 0.0, "kinds": kinds, "wrong": wrong}
     answer.write_text(json.dumps(told))
+
+
+def _squares(numbers: Array, moved: Array) -> tuple[float, float]:
+    """The sums of squares of the difference and of the numbers."""
+    apart = float(np.square(numbers - moved, dtype=np.float64).sum())
+    return apart, float(np.square(numbers, dtype=np.float64).sum())
 
 
 def uniform_noise(bits: int) -> float:
@@ -191,7 +190,7 @@ def uniform_noise(bits: int) -> float:
     rounding to even steps has a root mean square of step / sqrt(12): a bound on the shape of the numbers, which is far
     above what ordinary weights have (about a third of it) and far below 1 from 3 bits on.
     """
-    return 2 * math.sqrt(32) / math.sqrt(12) / 2**bits
+    return 2 * math.sqrt(32) / math.sqrt(12) * math.exp2(-bits)
 
 
 def _bits(kind: str) -> int:
