@@ -68,7 +68,7 @@ def lm_eval(server: Server, model: str, tokenizer: Path, out: Path) -> dict[str,
     python = python_with("lm_eval", "lm-eval[api]")
     given = f"model={model},base_url={server.url}/v1/completions,tokenizer={tokenizer},max_length=1024,max_retries=1"
     command = [python, "-m", "lm_eval", "run", "--model", "local-completions", "--model_args", given]
-    command += ["--tasks", "sums_choice,sums_answer", "--include_path", str(JUDGE), "--apply_chat_template"]
+    command += ["--tasks", "sums_choice,sums_answer", "--include_path", "examples/judge", "--apply_chat_template"]
     command += ["--batch_size", "8", "--limit", str(LIMIT), "--log_samples", "--output_path", str(out)]
     ended(command, OPENAI_API_KEY="tml-local", HF_HOME=str(out.parent / "cache"), HF_DATASETS_CACHE=str(out.parent))
     (results,) = out.rglob("results_*.json")
@@ -86,7 +86,7 @@ def inspect(server: Server, model: str, out: Path) -> dict[str, Any]:
         "-m",
         "inspect_ai",
         "eval",
-        str(JUDGE / "sums_inspect.py"),
+        "examples/judge/sums_inspect.py",
         "--model",
         f"openai-api/local/{model}",
     ]
@@ -113,7 +113,10 @@ def test_lm_evals_likelihoods_are_the_models(
             assert answer == choice
             asked = [{"role": "user", "content": row["doc"]["question"]}]
             assert text == tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-            first, whole = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, text + answer))
+            # lm-eval counts blanks at the end of a prompt as the answer's, here the line break of the template
+            first, whole = (
+                tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text.rstrip(), text + answer)
+            )
             assert whole[: len(first)] == first
             logprobs, moved = exact.logprobs(None, RenderedInput(np.array(whole, np.int32)))
             ((said, likeliest),) = row["resps"][number]

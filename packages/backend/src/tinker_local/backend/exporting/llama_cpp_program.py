@@ -137,7 +137,7 @@ def _rounding(source: Array, kind: str) -> float:
 
 def _same(source: Array, found: Array, allowed: float) -> bool:
     """Whether each number of `found` is within `allowed` of one of `source`, with its rows in any order."""
-    vector = np.random.Generator(np.random.Philox(7)).uniform(0.5, 1.5, source.shape[1])
+    vector: Array = np.random.Generator(np.random.Philox(7)).uniform(0.5, 1.5, (source.shape[1],))
 
     def products(matrix: Array) -> Array:
         starts = range(0, len(matrix), ROWS)
