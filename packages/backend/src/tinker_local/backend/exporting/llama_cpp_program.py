@@ -84,7 +84,7 @@ def compare(file: Path, model: Path, answer: Path) -> None:
     compared: set[str] = set()
     wrong: list[str] = []
     for name, source in _matrices(model):
-        called = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        called = names.get_name(name.replace("language_model.", ""), try_suffixes=(".weight", ".bias"))
         if called not in inside:
             continue
         tensor = inside[called]
