@@ -28,6 +28,7 @@ def main() -> None:
     if (fault := os.environ.get("FAKE_CONVERTER")) == "refuses":
         print("ERROR:fake:Model FakeForCausalLM is not supported", file=sys.stderr)
         sys.exit(1)
+    assert not [*asked.model.rglob("*.py")], "the real converter would run these"
     tensors = load_file(asked.model / "model.safetensors")
     layers = 1 + max(int(name.split("layers.")[1].split(".")[0]) for name in tensors if "layers." in name)
     writer = gguf.GGUFWriter(asked.outfile, "qwen3")

@@ -50,7 +50,9 @@ def test_a_fake_converter_gives_a_file_with_the_merged_numbers_and_a_modelfile(
     tuned: Make, tmp_path: Path, llama_folder: Path
 ) -> None:
     trained = tuned("qwen3")
-    base = str(trained.model)
+    base = str(tmp_path / "base")
+    shutil.copytree(trained.model, base)
+    (tmp_path / "base" / "tokenization_own.py").write_text("raise SystemExit('code of a model ran')\n")
     exported = export_checkpoint(trained.checkpoint, tmp_path / "o", to="gguf", base=base, llama_cpp=llama_folder)
     assert {file.name for file in (tmp_path / "o").iterdir()} == {"model-f32.gguf", "Modelfile", "README.md"}
     assert exported.gguf is not None

@@ -51,6 +51,8 @@ def write_gguf(
     merged = folder / MERGED
     merged.mkdir()
     write_merged(merged, trained)
+    for code in merged.rglob("*.py"):
+        code.unlink()  # the converter reads tokenizers with trust_remote_code, and would run it
     first = kind if kind in CONVERTED else plain_type(trained)
     file = folder / f"model-{first}.gguf"
     progress(f"converting it with {found.called}")
