@@ -213,9 +213,9 @@ def check_by_transformers(folder: Path, trained: Trained, to: str, device: str) 
     reference.close()
     moved = _moved(trained, device, [probe.prompts], ours)
     theirs = _loaded_logprobs(folder, trained, to, device, probe)
-    return _compare(
-        "transformers" if to == "merged" else "PEFT", trained.base.dtype, ours, theirs, without, rounding, probe, moved
-    )
+    library = "transformers" if to == "merged" else "PEFT"
+    images = _images(probe)
+    return compare_logprobs(library, trained.base.dtype, ours, theirs, without, rounding, images, moved)
 
 
 def _loaded_logprobs(folder: Path, trained: Trained, to: str, device: str, probe: Probe) -> Logprobs:
@@ -293,7 +293,7 @@ def check_by_vllm(folder: Path, trained: Trained, device: str) -> Checked:
         np.concatenate([pair[which][-count:] for pair, count in zip(found, counts, strict=True)]) for which in (0, 1)
     )
     theirs = np.array([logprob for answer in answers for logprob in answer["logprobs"]], np.float32)
-    return _compare("vLLM", trained.base.dtype, ours, theirs, without, rounding, probe, moved)
+    return compare_logprobs("vLLM", trained.base.dtype, ours, theirs, without, rounding, _images(probe), moved)
 
 
 def _moved(trained: Trained, device: str, prompts: Sequence[Sequence[RenderedInput]], ours: Logprobs) -> str:
@@ -313,16 +313,21 @@ def _moved(trained: Trained, device: str, prompts: Sequence[Sequence[RenderedInp
     )
 
 
-def _compare(
+def _images(probe: Probe) -> int:
+    return sum(len(prompt.images) for prompt in probe.prompts)
+
+
+def compare_logprobs(
     library: str,
     dtype: str,
     ours: Logprobs,
     theirs: Logprobs,
     without: Logprobs,
     rounding: float,
-    probe: Probe,
-    moved: str,
+    images: int,
+    moved: str = "",
 ) -> Checked:
+    """`ours`: the trainer's logprobs (nats); `theirs`: of what `library` loaded; `without`: those of the base model."""
     difference = np.nan_to_num(np.abs(ours - theirs), nan=np.inf)
     return Checked(
         library,
@@ -331,7 +336,7 @@ def _compare(
         float(difference.mean()),
         float(np.abs(ours - without).max()),
         len(ours),
-        sum(len(prompt.images) for prompt in probe.prompts),
+        images,
         rounding,
         moved,
     )

@@ -1,5 +1,5 @@
-"""`export_checkpoint`: a checkpoint as a folder for PEFT or vLLM, or merged into a whole model, compared with the
-trainer before it is there."""
+"""`export_checkpoint`: a checkpoint as a folder for PEFT or vLLM, or merged into a whole model, for transformers or as
+a GGUF file, compared with the trainer before it is there."""
 
 import shutil
 from collections.abc import Callable
@@ -15,10 +15,13 @@ from tinker_local.backend.exporting.check_export import (
     check_peft_version,
     missing_library,
 )
+from tinker_local.backend.exporting.check_gguf import check_gguf_libraries
+from tinker_local.backend.exporting.gguf import GgufFiles, plain_type, write_gguf
+from tinker_local.backend.exporting.llama_cpp import find_llama_cpp
 from tinker_local.backend.exporting.merged_model import write_merged
 from tinker_local.backend.exporting.model_card import Target, write_card
 from tinker_local.backend.exporting.peft_folder import check_vllm_takes, write_adapter_for
-from tinker_local.backend.exporting.trained import find_checkpoint, read_trained
+from tinker_local.backend.exporting.trained import Trained, find_checkpoint, read_trained
 from tinker_local.backend.options import default_data_dir
 from tinker_local.backend.weights.precision import base_in
 from tinker_local.types import InternalError, InvalidRequestError
@@ -28,13 +31,21 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """`folder`: what was written. `base_model`: a folder or hub name. `checked`: None if `check` was False. `warnings`:
-    what a user of the folder should know."""
+    """`folder`: what was written. `base_model`: a folder or hub name. `checked`: how far logprobs of a probe are from
+    the trainer's; None if `check` was False. `warnings`: what a user of the folder should know. `gguf`: the files of
+    `to="gguf"`, and what was checked of their numbers."""
 
     folder: Path
     base_model: str
     checked: Checked | None
     warnings: tuple[str, ...]
+    gguf: GgufFiles | None = None
+
+    @property
+    def found(self) -> str:
+        """What was checked, in words; empty without a check."""
+        whole = self.checked if self.gguf is None else self.gguf.checked
+        return "" if whole is None else str(whole)
 
 
 def export_checkpoint(
@@ -46,15 +57,19 @@ def export_checkpoint(
     base: str | None = None,
     device: Device = "cpu",
     check: bool = True,
+    llama_cpp: str | Path | None = None,
+    gguf_type: str | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Exported:
     """Write `checkpoint` into the new folder `out`.
 
     `checkpoint`: a `tinker://` path, read from the server's `data_dir` (default: the server's default) whether the
     server runs or not, or the folder of an adapter. `to`: "peft" and "vllm" write an adapter that these load as it is;
-    "merged" writes a whole model for transformers and vLLM. `base`: the base model's folder or hub name, if no server
-    recorded it. `check`: load the result with PEFT, vLLM or transformers on `device` and compare its logprobs with the
-    trainer's; a result that differs is deleted.
+    "merged" writes a whole model for transformers and vLLM; "gguf" one for llama.cpp and Ollama, by llama.cpp's own
+    converter and quantiser: in the folder `llama_cpp`, or in the PATH or a package. `gguf_type`: a type of theirs, such
+    as "q8_0" or "q4_k_m" (default: the numbers as they are, "bf16" or "f32"). `base`: the base model's folder or hub
+    name, if no server recorded it. `check`: load the result with PEFT, vLLM, transformers or llama-cpp-python on
+    `device` and compare its logprobs with the trainer's; a result that differs is deleted.
 
     Raises InvalidRequestError for what cannot be exported that way, NotFoundError for what does not exist, and
     InternalError if the result differs from what was trained.
@@ -70,7 +85,13 @@ def export_checkpoint(
     trained = read_trained(source, found)
     if to == "vllm":
         check_vllm_takes(trained)
-    if check and (missing := missing_library(to)):
+    if to != "gguf" and (llama_cpp is not None or gguf_type is not None):
+        raise InvalidRequestError(f"--to {to}: --llama-cpp and --gguf-type are for --to gguf")
+    kind = (gguf_type or plain_type(trained)).lower()
+    converter = find_llama_cpp(None if llama_cpp is None else Path(llama_cpp), kind) if to == "gguf" else None
+    if check and converter is not None:
+        check_gguf_libraries(converter)
+    if check and to != "gguf" and (missing := missing_library(to)):
         raise InvalidRequestError(
             f"--to {to}: the result is checked with {missing}, which is not installed: pip install {missing}, or leave "
             "the check out with --no-check"
@@ -82,28 +103,29 @@ def export_checkpoint(
     unfinished.mkdir(parents=True)
     try:
         progress(f"writing {source.name} on {found.path}")
-        if to == "merged":
-            write_merged(unfinished, trained)
+        checked: Checked | None = None
+        files: GgufFiles | None = None
+        if converter is not None:
+            files = write_gguf(unfinished, out.name, trained, kind, converter, device, check, progress)
+            checked = None if files.checked is None else files.checked.logprobs
         else:
-            write_adapter_for(to, unfinished, trained)
-        checked = None
-        if check:
-            progress("comparing it with the trainer")
-            on_vllm = to == "vllm"
-            checked = (
-                check_by_vllm(unfinished, trained, device)
-                if on_vllm
-                else check_by_transformers(unfinished, trained, to, device)
-            )
-            if not checked.agrees:
-                raise InternalError(f"the export was not kept, because it is not what was trained: {checked}")
-        write_card(unfinished, out, trained, to, str(checked or "not checked"))
+            _write(unfinished, trained, to)
+            if check:
+                progress("comparing it with the trainer")
+                checked = _compared(unfinished, trained, to, device)
+        said = Exported(out, found.path, checked, (), files).found
+        write_card(unfinished, out, trained, to, said or "not checked", files)
         unfinished.rename(out)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     warnings = []
-    if to != "merged" and trained.has_head and found.tied_head:
+    if files is not None and not files.templated:
+        warnings.append(
+            "the Modelfile has no TEMPLATE: this model's chat template is not of fixed texts around each message; "
+            "llama.cpp's own programs run the one in the file"
+        )
+    if to in ("peft", "vllm") and trained.has_head and found.tied_head:
         warnings.append(
             "the LM head was trained, and the base model ties it to its embedding: do not merge this adapter with "
             "PEFT's merge_and_unload or the cookbook's build_hf_model, which would change both; use --to merged"
@@ -114,4 +136,21 @@ def export_checkpoint(
             f"the adapter was trained on {base_in(source.base_precision)}{unsure}, and this is of the base as its "
             "files have it, which computes something else: measure it before you rely on it"
         )
-    return Exported(out, found.path, checked, tuple(warnings))
+    return Exported(out, found.path, checked, tuple(warnings), files)
+
+
+def _write(folder: Path, trained: Trained, to: Target) -> None:
+    if to == "merged":
+        write_merged(folder, trained)
+    elif to != "gguf":
+        write_adapter_for(to, folder, trained)
+
+
+def _compared(folder: Path, trained: Trained, to: Target, device: Device) -> Checked:
+    """InternalError if what was written is not what was trained."""
+    checked = (
+        check_by_vllm(folder, trained, device) if to == "vllm" else check_by_transformers(folder, trained, to, device)
+    )
+    if not checked.agrees:
+        raise InternalError(f"the export was not kept, because it is not what was trained: {checked}")
+    return checked

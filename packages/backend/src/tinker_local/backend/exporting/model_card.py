@@ -1,7 +1,7 @@
 """The README.md of an export: what it is, what it was made from, and how to load it."""
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tinker_local.backend.adapters.peft_experts import PEFT_VERSION
 from tinker_local.backend.exporting.peft_folder import vllm_rank
@@ -9,11 +9,20 @@ from tinker_local.backend.exporting.trained import Trained
 from tinker_local.backend.storage.records import ELSEWHERE
 from tinker_local.backend.weights.precision import BITS, DENSE, base_in, option_of, parts_of
 
-Target = Literal["peft", "vllm", "merged"]
+if TYPE_CHECKING:
+    from tinker_local.backend.exporting.gguf import GgufFiles
+
+Target = Literal["peft", "vllm", "merged", "gguf"]
+
+LIBRARIES: dict[Target, str] = {"peft": "peft", "vllm": "peft", "merged": "transformers", "gguf": "gguf"}
+"""What hubs call the library that loads it."""
 
 
-def write_card(folder: Path, out: Path, trained: Trained, to: Target, checked: str) -> None:
-    """`out`: where the folder will be. `checked`: what the comparison with the trainer found."""
+def write_card(
+    folder: Path, out: Path, trained: Trained, to: Target, checked: str, gguf: "GgufFiles | None" = None
+) -> None:
+    """`out`: where the folder will be. `checked`: what the comparison with the trainer found. `gguf`: what was written,
+    of a GGUF file."""
     base, config = trained.base, trained.config
     hub_name = base.path if not Path(base.path).is_dir() else trained.source.base_name
     parts = [
@@ -26,10 +35,11 @@ def write_card(folder: Path, out: Path, trained: Trained, to: Target, checked: s
         )
         if is_trained
     ]
-    tags = ["tinker-local"] if to == "merged" else ["tinker-local", "lora"]
+    whole = to in ("merged", "gguf")
+    tags = ["tinker-local"] if whole else ["tinker-local", "lora"]
     lines = [
         "---",
-        f"library_name: {'transformers' if to == 'merged' else 'peft'}",
+        f"library_name: {LIBRARIES[to]}",
         *([f"base_model: {hub_name}"] if hub_name.count("/") == 1 else []),
         "tags:",
         *(f"- {tag}" for tag in tags),
@@ -39,7 +49,7 @@ def write_card(folder: Path, out: Path, trained: Trained, to: Target, checked: s
         "",
         (
             f"A whole {base.config.model_type} model: {hub_name} with a LoRA adapter merged into its weights."
-            if to == "merged"
+            if whole
             else f"A LoRA adapter of {hub_name} ({base.config.model_type}), for {_libraries(trained, to)}."
         ),
         "",
@@ -51,7 +61,7 @@ def write_card(folder: Path, out: Path, trained: Trained, to: Target, checked: s
         *_base_of_training(trained, to),
         f"- checked: {checked}",
         "",
-        *_usage(out, trained, to),
+        *(_usage(out, trained, to) if gguf is None else _usage_of_gguf(out, gguf)),
     ]
     (folder / "README.md").write_text("\n".join(lines) + "\n")
 
@@ -65,7 +75,7 @@ def _base_of_training(trained: Trained, to: Target) -> list[str]:
         option = option_of(parts_of(precision)[0])
         groups = "" if option is None else " and ".join(map(str, trained.base.groups(BITS[option])))
         told = base_in(precision, f", groups of {groups}" if groups else "")
-        does = "was merged into" if to == "merged" else "is for"
+        does = "was merged into" if to in ("merged", "gguf") else "is for"
         lines.append(
             f"- trained on {told}: it learned beside that rounding, and {does} the base as its files have it "
             f"({trained.base.dtype}), with which it was compared"
@@ -81,7 +91,7 @@ def _base_of_training(trained: Trained, to: Target) -> list[str]:
 
 def _of_base(trained: Trained, told: str, to: Target) -> str:
     """That the base has fewer bits, which are `told`."""
-    if to == "merged":
+    if to in ("merged", "gguf"):
         return f"the base is quantized ({told}); here are the numbers that its codes stand for, in {trained.base.dtype}"
     does = "trained on" if trained.source.base_precision == trained.base.precision else "for"
     return f"{does} the quantized base ({told}), with activations that are not rounded"
@@ -134,5 +144,20 @@ def _usage(out: Path, trained: Trained, to: Target) -> list[str]:
             "",
             "**Do not merge this adapter with PEFT's `merge_and_unload`**: it trains the LM head of a model that ties "
             "it to its embedding, and merging would change both. `tinker-local export ... --to merged` separates them.",
+        ]
+    return lines
+
+
+def _usage_of_gguf(out: Path, files: "GgufFiles") -> list[str]:
+    """The commands of llama.cpp and Ollama."""
+    vision = " --mmproj mmproj.gguf" if files.vision else ""
+    lines = ["```", f"llama-server -m {files.model}{vision}", f"ollama create {out.name.lower()} -f Modelfile", "```"]
+    if files.vision:
+        lines += ["", "Pictures go through `mmproj.gguf`; only text was compared with the trainer."]
+    if not files.templated:
+        lines += [
+            "",
+            "The Modelfile has no TEMPLATE, since the chat template is not of fixed texts around each message; "
+            "`llama-server --jinja` runs the one in the file.",
         ]
     return lines
