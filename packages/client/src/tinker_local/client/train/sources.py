@@ -160,7 +160,7 @@ class JsonLines:
     def _bytes(self, line: int) -> bytes:
         begin = int(self._ends[line - 1]) if line else 0
         found = os.pread(self._file.fileno(), int(self._ends[line]) - begin, begin)
-        return found if line else found.removeprefix(_BOM)
+        return (found if line else found.removeprefix(_BOM)).rstrip(b"\r\n")
 
 
 def _line_ends(descriptor: int) -> npt.NDArray[np.int64]:
