@@ -199,6 +199,11 @@ class Chat:
         """The words of the template, among which are its variables; of the one for `tools`, where there are several."""
         return {*_WORD.findall(str(self.tokenizer.get_chat_template(self._template, tools=list(tools) or None)))}
 
+    def reads(self, field: str, tools: Sequence[Mapping[str, Any]] = ()) -> bool:
+        """Whether the template looks at a field of messages, as `message.field` or by its name in quotes."""
+        template = str(self.tokenizer.get_chat_template(self._template, tools=list(tools) or None))
+        return re.search(rf"""\.{field}\b|['"]{field}['"]""", template) is not None
+
     def _check_tools(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> None:
         """ChatTemplateError for tools that a given template, as a processor's, would leave out without a word."""
         needed = {"tools": bool(variables.get("tools"))}
