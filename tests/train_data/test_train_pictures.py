@@ -77,8 +77,8 @@ class Served:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(path)
-        marks = ImageTokens(config.vision_start_token_id, config.image_token_id, config.vision_end_token_id)
-        self.text = HFText.load(str(path), marks)
+        self.marks = ImageTokens(config.vision_start_token_id, config.image_token_id, config.vision_end_token_id)
+        self.text = HFText.load(str(path), self.marks)
         self.renderer = load_renderer(str(path))
 
     def ids(self, messages: Any, **asked: Any) -> tuple[list[int], Any]:
@@ -144,6 +144,42 @@ def test_a_prompt_is_what_the_chat_endpoint_renders_for_the_same_messages(
     for one, other in zip(pixels, their_pixels, strict=True):
         np.testing.assert_array_equal(one, other)
     assert answer == "red"
+
+
+def test_tools_that_only_the_language_models_template_has_are_rendered_with_pictures_as_on_a_server(
+    rows_of: Callable[..., FileRows], served: Served, tiny_models: dict[str, Path]
+) -> None:
+    """Qwen2.5-VL as published: the processor's template has pictures and no tools, the tokenizer's has tools alone."""
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    path = tiny_models["tiny/vision"]
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
+        "{{ '<|im_start|>' + message.role + '\\n' + message.content }}"
+        "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}"
+        "{# tool #}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    processors = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}{% if message.content is string %}"
+        "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
+        "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+        "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    renderer = Renderer(tokenizer, AutoImageProcessor.from_pretrained(path), template=processors)
+    assert served.text is not None
+    codec = HFText(tokenizer, served.marks, processors)
+    for talk, has_tools in (("a tool that is called", True), ("several turns", False)):
+        row = TALKS[talk]
+        ours, _ = rows_of(row, renderer=renderer).prompt(0)
+        asked = {"tools": TOOLS} if has_tools else {}
+        body = ChatBody.model_validate({"model": "tiny", "messages": row["messages"][:-1], **asked})
+        offered = body.offered()
+        functions = [] if offered is None else [tool.as_function() for tool in offered.tools]
+        theirs = codec.chat(body.as_chat(), {}, go_on=False, functions=functions)
+        assert served.read(from_sdk(ours))[0] == served.read(theirs)[0]
+        text = tokenizer.decode(served.read(theirs)[0])
+        assert ("zoom" in text) == has_tools
 
 
 def test_a_datum_has_the_prompt_the_answer_and_targets_of_weight_0_at_pictures(
