@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import tinker
-from tinker_local.client.image_marks import QWEN
 from tinker_local.client.rl.chat import END_THINK, MARK, THINK, Chat, ChatTemplateError, files_of
 from tinker_local.client.rl.conversation import behind_prefill, marked, squeezed
 from tinker_local.client.rl.environment import Message
@@ -23,6 +22,7 @@ from tinker_local.client.rl.trajectory import Turn, turns_to_data
 from tinker_local.client.train.examples import Example
 from tinker_local.client.train.forms import Answered, Dialogue, Picture, RowMessage, Written
 from tinker_local.client.train.media import Media
+from tinker_local.client.train.picture_places import PicturePlaces, places_of
 from tinker_local.types import InvalidRequestError
 
 _PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -92,6 +92,7 @@ class Renderer:
         image_processor: The model's HF processor of images; None for a language model.
         template: The processor's chat template, or another one to use instead of the tokenizer's.
         options: Variables of the template for all rows, e.g. {"enable_thinking": False}.
+        image_positions: Of every picture, where the model's processor has one number for all (Gemma 3).
     """
 
     def __init__(
@@ -101,7 +102,9 @@ class Renderer:
         *,
         template: str | None = None,
         options: Mapping[str, Any] | None = None,
+        image_positions: int | None = None,
     ) -> None:
+        self._places = places_of(tokenizer, image_positions)
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self._template = template
@@ -113,8 +116,8 @@ class Renderer:
     def of(cls, client: tinker.TrainingClient, **settings: Any) -> "Renderer":
         """The format of the model that `client` trains, from the files that the server names; `settings` as for the
         constructor."""
-        tokenizer, processor, template = files_of(client)
-        return cls(tokenizer, processor, **{"template": template, **settings})
+        tokenizer, processor, template, positions = files_of(client)
+        return cls(tokenizer, processor, **{"template": template, "image_positions": positions, **settings})
 
     def answers(self, form: Answered, media: Media) -> list[Answer]:
         """The answers to train of a row, in order. Reads its pictures. Raises CannotRender."""
@@ -144,7 +147,8 @@ class Renderer:
     def _make_chat(self, template: str | None, variables: tuple[tuple[str, str, Any], ...]) -> Chat:
         """`variables`: name, type (True is not 1 in a template) and value."""
         options = self._options | {name: value for name, _, value in variables}
-        return Chat(self.tokenizer, self.image_processor, template=template, options=options)
+        place = self._places.pad
+        return Chat(self.tokenizer, self.image_processor, template=template, options=options, image_token=place)
 
     def _chosen(self, row: Dialogue) -> tuple[Chat, bool]:
         """The chat of a row, and whether its template takes pictures as text. As on a server, it is the processor's
@@ -175,9 +179,10 @@ class Renderer:
         images: list[list[tinker.types.ImageChunk]] = []
         for message in row.messages:
             content, found = chat.content(self._message(message, media, thoughts), message.field)
-            contents.append(_pictures_in_text(content) if in_text else content)
+            contents.append(self._in_text(content) if in_text else content)
             images.append(found)
-        talk = _Talk(chat, row, contents, images, {"tools": [chat.protect_all(tool) for tool in row.tools] or None})
+        tools = [chat.protect_all(tool) for tool in row.tools] or None
+        talk = _Talk(chat, self._places, row, contents, images, {"tools": tools})
         talk.check_heard()
         trained = (at for at, message in enumerate(row.messages) if message.role == "assistant" and message.weight)
         return [talk.answer(at) for at in trained if at >= row.given]
@@ -199,21 +204,20 @@ class Renderer:
 
     def _picture(self, picture: Picture, media: Media) -> tinker.types.ImageChunk:
         try:
-            return media.chunk(picture.value, self.image_processor, picture.field)
+            return media.chunk(picture.value, self.image_processor, picture.field, self._places.positions)
         except InvalidRequestError as error:
             raise CannotRender(picture.field, str(error).removeprefix(f"{picture.field}: ")) from error
 
+    def _in_text(self, content: dict[str, Any]) -> dict[str, Any]:
+        """For a template of the language model alone: pictures as what stands for them, in one text."""
+        if isinstance(content["content"], str):
+            return content
+        picture = self._places.written or self._places.in_text
+        texts = [part["text"] if part["type"] == "text" else picture for part in content["content"]]
+        return {**content, "content": "".join(texts)}
+
 
 _NO_THOUGHTS = "the chat template of this model shows no thoughts; write them into content as the model does"
-
-
-def _pictures_in_text(content: dict[str, Any]) -> dict[str, Any]:
-    """For a template of the language model alone: pictures as their tokens, in one text."""
-    if isinstance(content["content"], str):
-        return content
-    picture = f"{QWEN.start}{QWEN.pad}{QWEN.end}"
-    texts = [part["text"] if part["type"] == "text" else picture for part in content["content"]]
-    return {**content, "content": "".join(texts)}
 
 
 class _Talk:
@@ -222,12 +226,14 @@ class _Talk:
     def __init__(
         self,
         chat: Chat,
+        places: PicturePlaces,
         row: Dialogue,
         contents: Sequence[dict[str, Any]],
         images: Sequence[Sequence[tinker.types.ImageChunk]],
         options: Mapping[str, Any],
     ) -> None:
         self._chat = chat
+        self._places = places
         self._row = row
         self._contents = contents
         self._images = images
@@ -258,7 +264,8 @@ class _Talk:
         chat, field = self._chat, self._row.messages[at].field
         prompt = self._render(self._contents[:at], generate=True)
         whole = self._render(self._contents[: at + 1], generate=False)
-        given = tinker.ModelInput(chunks=chat.chunks(prompt, [image for each in self._images[:at] for image in each]))
+        images = [image for each in self._images[:at] for image in each]
+        given = tinker.ModelInput(chunks=chat.chunks(self._places.complete(prompt), images))
         before = self._render(self._contents[:at], generate=False)
         begun = prompt.removeprefix(before) if prompt.startswith(before) else prompt
         begun = begun[begun.find(THINK) :] if THINK in begun else ""
