@@ -1,0 +1,237 @@
+"""`train`: a run from the data to its last checkpoint."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
+
+import tinker
+from tinker_local.client.clients import ServiceClient
+from tinker_local.client.endpoint import send
+from tinker_local.client.rl.chat import Chat
+from tinker_local.client.train.evaluate import Answerer, Evaluation
+from tinker_local.client.train.examples import Rows
+from tinker_local.client.train.guidance import ModelFacts, advise, facts_of, rank_for
+from tinker_local.client.train.interrupts import Interrupts
+from tinker_local.client.train.loop import Loop
+from tinker_local.client.train.objectives import Objective, Say, Supervised
+from tinker_local.client.train.preferences import Preferences
+from tinker_local.client.train.run_folder import RunFolder, RunRecord, SavedStep
+from tinker_local.client.train.schedule import Plan, split_rows
+from tinker_local.client.train.settings import TrainSettings, check_unchanged
+from tinker_local.client.train.trackers import TrackedRun, Tracker, open_tracker
+from tinker_local.types import InvalidRequestError
+
+
+class Renderer(Protocol):
+    """A model's chat format, as `rl.Chat`: a tokenizer that decodes, and the token ids that end a reply."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def stop(self) -> Sequence[int]: ...
+
+
+Data: TypeAlias = Rows | Callable[[Any], Rows]
+"""Rows, or a function that renders them with the model's chat format."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainReport:
+    """What a run has done. `saved`: its last checkpoint. `interrupted`: Ctrl-C ended it before its last step; it can be
+    resumed. `curve`: the lines of `metrics.jsonl`."""
+
+    folder: Path
+    model: str
+    settings: TrainSettings
+    steps: int
+    saved: SavedStep
+    interrupted: bool
+    curve: list[dict[str, Any]] = field(repr=False)
+
+    def first_and_last(self, name: str) -> tuple[float, float] | None:
+        """Of a number in the curve, as "held_out_loss"; None if it was never measured."""
+        values = [row[name] for row in self.curve if row.get(name) is not None]
+        return (values[0], values[-1]) if values else None
+
+
+def train(
+    data: Data,
+    *,
+    model: str,
+    out: str | Path,
+    settings: TrainSettings | Mapping[str, Any] | None = None,
+    base_url: str | None = None,
+    api_key: str | None = None,
+    service: tinker.ServiceClient | None = None,
+    resume: bool = False,
+    evaluation: Evaluation | None = None,
+    objective: Callable[[Rows, TrainSettings, RunFolder], Objective] | None = None,
+    trackers: Sequence[str | Tracker] = (),
+    project: str = "tinker-local",
+    renderer: Callable[[tinker.TrainingClient], Renderer] = Chat.of,
+    before: Callable[[Rows, Any], None] | None = None,
+    say: Say = print,
+) -> TrainReport:
+    """Train an adapter of `model` on rows of data; returns after the last checkpoint is saved.
+
+    Args:
+        data: The rows, or a function that renders them with what `renderer` makes.
+        model: A base model that the server has.
+        out: A new folder for the curve and the paths of checkpoints; with `resume` the folder of the run.
+        settings: All of them, or some by name. The others are those of `guidance.advise`, which are printed.
+        base_url: As of `ServiceClient`.
+        api_key: As of `ServiceClient`.
+        service: A client to use instead, for example one with a backend in this process; it is not closed.
+        resume: Go on from the last checkpoint of the run in `out`, with its settings.
+        evaluation: Scores answers to held-out rows; `read_evaluation` makes one. The held-out loss is always measured.
+        objective: Makes what the steps minimise; by default `Supervised`, or `Preferences` for pairs.
+        trackers: "wandb", "tensorboard", "trackio", or trackers of yours.
+        project: The name under which wandb and trackio list the run.
+        renderer: Makes the chat format of the model that a client trains.
+        before: Called with the rows and the chat format before the first step, for example to show a row.
+        say: Prints a line.
+
+    Raises InvalidRequestError before anything is trained if a setting, the folder or the data are wrong, DivergedError
+    if the loss is no longer a number, and what the SDK raises. In the main thread the first Ctrl-C saves a checkpoint
+    and returns; the second raises KeyboardInterrupt.
+    """
+    folder = RunFolder(Path(out))
+    began, start = _begun(folder, resume)
+    asked = settings.as_json() if isinstance(settings, TrainSettings) else dict(settings or {})
+    if began is not None:
+        asked = check_unchanged(began.settings, asked, folder.path).as_json()
+    with _session(service, base_url, api_key) as used:
+        facts = facts_of(model, _config(used, model))
+        client = _client(used, model, asked, facts, start)
+        chat = renderer(client)
+        rows = data(chat) if callable(data) else data
+        if began is None:
+            advice = advise(facts, rows.kind, len(rows), asked, _trained_tokens(rows))
+            for line in advice.lines():
+                say(line)
+            chosen = advice.settings
+        else:
+            folder.require_same(began, model, rows)
+            chosen = TrainSettings(**asked)
+        trained_on, held_out = split_rows(len(rows), chosen.held_out, chosen.seed)
+        plan = Plan(trained_on, chosen)
+        if start is not None and start.step >= plan.total:
+            raise InvalidRequestError(
+                f"out: the run in {folder.path} has done all of its {plan.total} steps: {start.state}"
+            )
+        say(_counts(rows, plan, len(held_out)))
+        if before is not None:
+            before(rows, chat)
+        loss = (objective or _objective)(rows, chosen, folder)
+        record = began or folder.begin(model, rows, chosen)
+        step = 0 if start is None else start.step
+        folder.forget_after(step)
+        measured = [int(row) for row in held_out]
+        loss.prepare(client, [*map(int, plan.rows_used()), *measured], start is not None, say)
+        with ExitStack() as opened:
+            tracked = TrackedRun(project, record.name, folder.path, chosen.as_json(), None if start is None else step)
+            shown = [_open(opened, each, tracked) for each in trackers]
+            asked_to_stop = opened.enter_context(Interrupts(say))
+            loop = Loop(
+                client,
+                loss,
+                plan,
+                measured,
+                folder,
+                Answerer(rows, lambda tokens: str(chat.tokenizer.decode(tokens, skip_special_tokens=True)), chat.stop),
+                evaluation=evaluation,
+                trackers=shown,
+                stopped=lambda: asked_to_stop.asked,
+                say=say,
+            )
+            saved = loop.run(step)
+        done = saved.step >= plan.total
+        return TrainReport(folder.path, model, chosen, saved.step, saved, not done, folder.metrics())
+
+
+def _begun(folder: RunFolder, resume: bool) -> tuple[RunRecord | None, SavedStep | None]:
+    """What `folder` has to resume, or nothing for a new run."""
+    if not resume:
+        folder.require_new()
+        return None, None
+    record, saved = folder.read(), folder.last_saved()
+    if saved is None:
+        raise InvalidRequestError(
+            f"out: the run in {folder.path} has no checkpoint to go on from; choose another folder"
+        )
+    return record, saved
+
+
+@contextmanager
+def _session(
+    service: tinker.ServiceClient | None, base_url: str | None, api_key: str | None
+) -> Iterator[tinker.ServiceClient]:
+    """`service`, or one that ends with the context."""
+    if service is not None:
+        yield service
+        return
+    own = ServiceClient(base_url=base_url, api_key=api_key, display_name="train")
+    status: Literal["success", "errored"] = "errored"
+    try:
+        yield own
+        status = "success"
+    finally:
+        own.close(status).result()
+
+
+def _config(service: tinker.ServiceClient, model: str) -> Mapping[str, Any] | None:
+    """The model's `config.json`, which a local server gives; None elsewhere."""
+    endpoint = getattr(service, "endpoint", None)
+    if endpoint is None:
+        return None
+    try:
+        found = send(endpoint, "GET", "tokenizers/config.json", params={"base_model": model}, timeout=30).json()
+    except (tinker.APIError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _client(
+    service: tinker.ServiceClient, model: str, asked: Mapping[str, Any], facts: ModelFacts, start: SavedStep | None
+) -> tinker.TrainingClient:
+    """A new adapter, or the one of the checkpoint with its optimizer. InvalidRequestError if that is gone."""
+    if start is None:
+        rank, seed = asked.get("rank", rank_for(facts)[0]), asked.get("seed", 0)
+        return service.create_lora_training_client(base_model=model, rank=rank, seed=seed).result()
+    try:
+        return service.create_training_client_from_state_with_optimizer(start.state).result()
+    except tinker.NotFoundError as error:
+        raise InvalidRequestError(f"out: the server does not have {start.state}: {error}") from None
+
+
+def _objective(rows: Rows, settings: TrainSettings, folder: RunFolder) -> Objective:
+    if rows.kind == "preference":
+        return Preferences(rows, settings.dpo_beta, folder.reference)
+    return Supervised(rows)
+
+
+def _open(opened: ExitStack, tracker: str | Tracker, run: TrackedRun) -> Tracker:
+    found = open_tracker(tracker, run) if isinstance(tracker, str) else tracker
+    opened.callback(found.close)
+    return found
+
+
+def _trained_tokens(rows: Rows) -> int:
+    """Of all rows, once each."""
+    return sum(trained for row in range(len(rows)) for _, trained in rows.lengths(row))
+
+
+def _counts(rows: Rows, plan: Plan, held_out: int) -> str:
+    """How much there is to train on, and how long an epoch is."""
+    lengths = [length for row in map(int, plan.train) for length in rows.lengths(row)]
+    tokens, trained = sum(length for length, _ in lengths), sum(trained for _, trained in lengths)
+    what = "pairs" if rows.kind == "preference" else "rows"
+    skipped = len({each.place for each in rows.skipped})
+    return (
+        f"{len(plan.train):,} {what} to train on, {held_out:,} held out{f', {skipped:,} skipped' if skipped else ''}; "
+        f"{trained:,} of {tokens:,} tokens of an epoch are trained on; {plan.total:,} steps of "
+        f"{plan.settings.batch_size} {what}, {plan.steps_per_epoch:,} an epoch"
+    )
