@@ -3,7 +3,6 @@
 `BackendOptions` is the only place: `tinker-local serve` makes its command-line options from these fields.
 """
 
-import ipaddress
 import math
 import os
 import re
@@ -11,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
+
+from tinker_local.types.named_pictures import check_image_host
 
 DType = Literal["float32", "bfloat16"]
 Precision = Literal["int8", "int4"]
@@ -29,9 +30,6 @@ CPU_MICRO_BATCH_TOKENS = 1024
 """The same on a CPU: more positions do not fit its caches. With 8192, a step of models that are 64 to 2048 wide took 3
 to 48 % longer."""
 
-_IMAGE_HOST = re.compile(r"[^\s/\\@?#*:\[\]]+(:\d{1,5})?")
-
-
 _ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:]+\])(:\d{1,5})?")
 
 
@@ -39,16 +37,6 @@ def default_data_dir() -> Path:
     """`$XDG_DATA_HOME/tinker-local`, or `~/.local/share/tinker-local` if that variable is not set."""
     root = os.environ.get("XDG_DATA_HOME")
     return (Path(root) if root else Path.home() / ".local" / "share") / "tinker-local"
-
-
-def check_image_host(text: str) -> str:
-    """Return `text`; ValueError unless it is `HOST`, `HOST:PORT` or an IPv6 address without brackets."""
-    try:
-        ipaddress.IPv6Address(text)
-    except ValueError:
-        if not _IMAGE_HOST.fullmatch(text):
-            raise ValueError(f"an image host is HOST or HOST:PORT, not {text!r}") from None
-    return text
 
 
 def check_origin(text: str) -> str:

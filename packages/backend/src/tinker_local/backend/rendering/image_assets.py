@@ -7,11 +7,8 @@ operator named, its addresses are public ones, and the connection goes to the ad
 
 import asyncio
 import contextlib
-import ipaddress
-import os
 import socket
 import ssl
-import stat
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -21,7 +18,6 @@ from urllib.parse import unquote, urljoin, urlsplit
 import httpx
 from pydantic import ValidationError
 from tinker_local.backend.daemon_thread import in_daemon_thread
-from tinker_local.backend.options import check_image_host
 from tinker_local.backend.rendering.turns_at_places import TurnsAtPlaces
 from tinker_local.backend.threads import DISK, RENDERING_IMAGES
 from tinker_local.types import (
@@ -30,6 +26,14 @@ from tinker_local.types import (
     InvalidRequestError,
     ModelInput,
     UnsupportedError,
+)
+from tinker_local.types.named_pictures import (
+    NotBelowError,
+    TooManyBytesError,
+    check_image_host,
+    is_named_host,
+    is_public,
+    read_below,
 )
 
 MAX_BYTES = 32 * 2**20
@@ -44,11 +48,6 @@ MAX_PROMPTS = 8
 MAX_LOOK_UPS = 8
 """Of one host's name, at once. The system's resolver can be given up, but not stopped, and holds a thread until it
 returns; further look-ups wait for a place until the time is up."""
-
-_IPV4_AT_THE_END = [ipaddress.IPv6Network(text) for text in ("::/96", "::ffff:0:0/96", "64:ff9b::/96")]
-
-_LOCAL = [ipaddress.IPv6Network(text) for text in ("64:ff9b:1::/48", "fec0::/10")]
-"""Of one network (RFC 8215, RFC 3879), and `is_global` for Python 3.11."""
 
 Addresses = Callable[[str, int], Iterable[str]]
 
@@ -154,24 +153,12 @@ class ImageAssets:
         name = unquote(parts.path) if parts.scheme else location
         if parts.scheme and parts.netloc not in ("", "localhost"):
             raise InvalidRequestError(f"{field}: a file: URL names no host, but this one says {parts.netloc!r}")
-        outside = InvalidRequestError(f"{field}: {location} is not a file below the folder of images")
         try:
-            path = (self._folder / name).resolve(strict=True)
-            if not path.is_relative_to(self._folder) or not path.is_file():
-                raise outside
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except (OSError, ValueError, RuntimeError):  # RuntimeError: links that lead to each other, before Python 3.13
-            raise outside from None
-        try:
-            # Once more of what was opened, as names may change meanwhile.
-            real, status = Path(f"/proc/self/fd/{descriptor}").readlink(), os.fstat(descriptor)
-            if not real.is_relative_to(self._folder) or not stat.S_ISREG(status.st_mode):
-                raise outside
-            if status.st_size > self._max_bytes:
-                raise self._too_large(field, location, status.st_size)
-            return os.pread(descriptor, self._max_bytes, 0)
-        finally:
-            os.close(descriptor)
+            return read_below(name, [self._folder], self._max_bytes)
+        except NotBelowError:
+            raise InvalidRequestError(f"{field}: {location} is not a file below the folder of images") from None
+        except TooManyBytesError as error:
+            raise self._too_large(field, location, error.size) from None
 
     # Hosts ----------------------------------------------------------------------------------------------------------
 
@@ -200,7 +187,7 @@ class ImageAssets:
             raise InvalidRequestError(f"{field}: {location}: {error}") from None
         own = {"http": 80, "https": 443}.get(url.scheme)
         port, host = url.port or own or 0, url.host.lower()
-        if own is None or (f"{host}:{port}" not in self._hosts and (port != own or host not in self._hosts)):
+        if own is None or not is_named_host(host, port, own, self._hosts):
             allowed = ", ".join(sorted(self._hosts)) or "none"
             raise InvalidRequestError(f"{field}: the host of {location} is not one that this server asks ({allowed})")
         if url.userinfo:
@@ -211,7 +198,7 @@ class ImageAssets:
             raise self._too_slow(field, location, f", as the name {url.host} was still being looked up") from None
         except OSError as error:
             raise InvalidRequestError(f"{field}: {location}: {error}") from None
-        public = [address for address in found if _is_public(address)]
+        public = [address for address in found if is_public(address)]
         if len(public) != len(found) or not public:
             raise InvalidRequestError(f"{field}: {location} leads to a private address, which is not asked")
         return url, public[0]
@@ -279,16 +266,3 @@ def _as_sent(chunk: ImageAssetPointerChunk, data: bytes, where: str) -> ImageChu
         return ImageChunk.of(data, chunk.expected_tokens)
     except ValidationError as error:
         raise InvalidRequestError(f"{where}: {chunk.location}: {error.errors()[0]['msg']}") from None
-
-
-def _is_public(text: str) -> bool:
-    """Whether an address is one host's in the public network; of one that stands for an IPv4 address, that one."""
-    address = ipaddress.ip_address(text)
-    if isinstance(address, ipaddress.IPv6Address):
-        if any(address in network for network in _LOCAL):
-            return False
-        if any(address in network for network in _IPV4_AT_THE_END):
-            address = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        elif address.sixtofour is not None:
-            address = address.sixtofour
-    return address.is_global and not address.is_multicast

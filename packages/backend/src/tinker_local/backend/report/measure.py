@@ -19,7 +19,7 @@ from tinker_local.backend.models.agreement import Comparison, sampler_logprobs
 from tinker_local.backend.models.positions import long_text, parts
 from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.report.examples import PROMPT, examples, text_of, with_drawing
+from tinker_local.backend.report.example_inputs import PROMPT, examples, text_of, with_drawing
 from tinker_local.backend.report.reference import Computed
 from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.training.trainer import TrainDatum, Trainer, TrainResult, TrainWork

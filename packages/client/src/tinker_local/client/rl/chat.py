@@ -8,9 +8,9 @@ template puts its image token.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import PIL.Image
 import tinker
@@ -32,6 +32,8 @@ MARK = f"{_OPEN}here{_CLOSE}"
 _ASKED = f"{_OPEN}asked{_CLOSE}"
 THINK, END_THINK = _THOUGHT_MARKS = ("<think>", "</think>")
 _WORD = re.compile(r"[A-Za-z_]\w*")
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_Rendered = TypeVar("_Rendered")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _UNREADABLE = (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError)
 
@@ -106,16 +108,7 @@ class Chat:
         Loads tokenizer, image processor and the processor's chat template from the folder or hub name that the server
         gives for the tokenizer.
         """
-        from transformers import AutoImageProcessor
-
-        model = client.get_info().model_data.tokenizer_id or ""
-        try:
-            processor = AutoImageProcessor.from_pretrained(model)
-        except (OSError, ValueError):  # a language model has none; an image then raises an error
-            return cls(client.get_tokenizer(), None, **settings)
-        tokenizer = client.get_tokenizer()
-        # From where the tokenizer came, which may be a copy of the server's files (`served_names.py`).
-        template = processor_template(getattr(tokenizer, "name_or_path", "") or model)
+        tokenizer, processor, template = files_of(client)
         return cls(tokenizer, processor, **{"template": template, **settings})
 
     @property
@@ -143,26 +136,72 @@ class Chat:
             )
         return tokens.sub(lambda found: self._fence_of[found[0]], text)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool = True) -> str:
-        """The template's text of `messages`, whose content is protected; `generate` adds a generation prompt."""
-        self._check_tools(messages)
-        try:
-            return str(
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        generate: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The template's text of `messages`, whose content is protected; `generate` adds a generation prompt.
+
+        `options`: further variables of the template for this text, beside those of the constructor: `tools`, say, which
+        are protected by `protect_all`.
+        """
+        return self._rendered(
+            messages,
+            options,
+            lambda given, variables: str(
                 self.tokenizer.apply_chat_template(
-                    [_in_parts(message) for message in messages] if self._parts_alone else list(messages),
-                    tokenize=False,
-                    add_generation_prompt=generate,
-                    chat_template=self._template,
-                    **self._options,
+                    given, tokenize=False, add_generation_prompt=generate, chat_template=self._template, **variables
                 )
+            ),
+        )
+
+    def render_marked(
+        self, messages: Sequence[Mapping[str, Any]], *, options: Mapping[str, Any] | None = None
+    ) -> tuple[str, list[tuple[int, int]]] | None:
+        """`render` without a generation prompt, and where what the template marks as the assistant's by
+        `{% generation %}` begins and ends, in characters of the text. None if it has no such marks: most have none."""
+        tools = {**self._options, **(options or {})}.get("tools")
+        template = str(self.tokenizer.get_chat_template(self._template, tools=tools))
+        if not _GENERATION.search(template):
+            return None
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        def marked(given: list[Any], variables: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+            # What `apply_chat_template` does for return_assistant_tokens_mask, but the tokens are to be made here.
+            texts, places = render_jinja_template(
+                [given],
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                **{**self.tokenizer.special_tokens_map, **variables},
             )
+            return str(texts[0]), [(int(begin), int(end)) for begin, end in places[0]]
+
+        return self._rendered(messages, options, marked)
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any] | None,
+        by: Callable[[list[Any], Mapping[str, Any]], _Rendered],
+    ) -> _Rendered:
+        variables = {**self._options, **(options or {})}
+        self._check_tools(messages, variables)
+        try:
+            return by([_in_parts(message) for message in messages] if self._parts_alone else list(messages), variables)
         except Exception as error:  # templates raise what Jinja or their own expressions raise
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ChatTemplateError(f"chat template: cannot render messages of {roles}: {error}") from error
 
-    def _check_tools(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def words(self, tools: Sequence[Mapping[str, Any]] = ()) -> set[str]:
+        """The words of the template, among which are its variables; of the one for `tools`, where there are several."""
+        return {*_WORD.findall(str(self.tokenizer.get_chat_template(self._template, tools=list(tools) or None)))}
+
+    def _check_tools(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> None:
         """ChatTemplateError for tools that a given template, as a processor's, would leave out without a word."""
-        needed = {"tools": bool(self._options.get("tools"))}
+        needed = {"tools": bool(variables.get("tools"))}
         needed["tool_calls"] = any(message.get("tool_calls") for message in messages)
         used = [word for word, is_used in needed.items() if is_used]
         if self._template is not None and used and not {*used} <= {*_WORD.findall(self._template)}:
@@ -176,7 +215,7 @@ class Chat:
 
         Raises InvalidRequestError for images that cannot be read and text that cannot be encoded.
         """
-        header = self._protect_all({**message.further, "role": message.role})
+        header = self.protect_all({**message.further, "role": message.role})
         texts = [part for part in message.parts if isinstance(part, str)]
         if len(texts) == len(message.parts):  # templates of language models only accept text
             protect = self.protect_reply if message.role == "assistant" else self.protect
@@ -197,15 +236,15 @@ class Chat:
         unfinished = any(fenced[start:] in self._beginnings for start in range(-self._longest, 0))
         return fenced + self._seam if unfinished else fenced
 
-    def _protect_all(self, value: Any) -> Any:
+    def protect_all(self, value: Any) -> Any:
         """`protect` what a template may read beside the content: tool calls, names, roles."""
         match value:
             case str():
                 return self.protect(value)
             case Mapping():
-                return {self._protect_all(key): self._protect_all(entry) for key, entry in value.items()}
+                return {self.protect_all(key): self.protect_all(entry) for key, entry in value.items()}
             case list() | tuple():
-                return [self._protect_all(entry) for entry in value]
+                return [self.protect_all(entry) for entry in value]
         return value
 
     def _image(self, image: Any, where: str) -> tinker.types.ImageChunk:
@@ -309,6 +348,24 @@ class Chat:
         history = self.render([question, answer, question]).partition(MARK)[0]
         begin, prompt = history.removeprefix(asked), prompted.removeprefix(asked)
         return prompt.removeprefix(begin) if prompt.startswith(begin) else ""
+
+
+def files_of(client: tinker.TrainingClient) -> tuple[Any, Any, str | None]:
+    """Tokenizer, image processor and the processor's chat template of the model that `client` trains.
+
+    They come from the folder or hub name that the server gives for the tokenizer. The last two are None for a language
+    model.
+    """
+    from transformers import AutoImageProcessor
+
+    model = client.get_info().model_data.tokenizer_id or ""
+    tokenizer = client.get_tokenizer()
+    try:
+        processor = AutoImageProcessor.from_pretrained(model)
+    except (OSError, ValueError):  # a language model has none; an image then raises an error
+        return tokenizer, None, None
+    # From where the tokenizer came, which may be a copy of the server's files (`served_names.py`).
+    return tokenizer, processor, processor_template(getattr(tokenizer, "name_or_path", "") or model)
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:

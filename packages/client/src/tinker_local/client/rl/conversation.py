@@ -89,7 +89,7 @@ class Conversation:
         repeated. Raises InvalidRequestError if the thoughts of `text` do not match those of the prompt.
         """
         chat = self._chat
-        written = chat.protect_reply(_behind_prefill(text, chat.prefill))
+        written = chat.protect_reply(behind_prefill(text, chat.prefill))
         words, spaces = written.rstrip(), written[len(written.rstrip()) :]
         before, found, behind = self._render_around(words, [], spaces, generate=False).partition(MARK)
         if found and _continues(before, self._text, words):
@@ -108,9 +108,9 @@ class Conversation:
 
     def _check_heard(self, before: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> None:
         """ChatTemplateError if the template drops a message, as templates do with unknown roles."""
-        marked = [_marked(message) for message in new]
-        changed = sum(after != message for after, message in zip(marked, new, strict=True))
-        if self._chat.render([*before, *marked]).count(MARK) < changed:
+        shown = [marked(message) for message in new]
+        changed = sum(after != message for after, message in zip(shown, new, strict=True))
+        if self._chat.render([*before, *shown]).count(MARK) < changed:
             roles = ", ".join(message["role"] for message in new)
             raise ChatTemplateError(f"chat template: does not show the text of every message; their roles: {roles}")
 
@@ -125,8 +125,8 @@ class Conversation:
         return contents, images
 
 
-def _marked(message: dict[str, Any]) -> dict[str, Any]:
-    """`message` with MARK after its last text, if it has any."""
+def marked(message: dict[str, Any]) -> dict[str, Any]:
+    """`message` with MARK after its last text, if it has any: a template that shows it shows the mark."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": content + MARK if content.strip() else content}
@@ -142,7 +142,7 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
 
 def _continues(before: str, prompt: str, written: str) -> bool:
     """Whether `before` is the prompt's text followed by the reply. Templates may trim a reply; its tokens stay."""
-    return before.startswith(prompt) and _squeezed(before[len(prompt) :]) == _squeezed(written)
+    return before.startswith(prompt) and squeezed(before[len(prompt) :]) == squeezed(written)
 
 
 def _check_shown(before: str, reply: str) -> None:
@@ -154,15 +154,16 @@ def _check_shown(before: str, reply: str) -> None:
     spoken, _, thought = reply.rpartition(THINK)
     if THINK in reply and END_THINK not in thought:  # cut while it thought
         answers.append(spoken.rpartition(END_THINK)[2])
-    if not _squeezed(before).endswith(tuple(map(_squeezed, answers))):
+    if not squeezed(before).endswith(tuple(map(squeezed, answers))):
         raise ChatTemplateError(
             "chat template: neither continues the conversation with the sampled reply nor shows the reply in a new "
             f"one; the reply ends in {reply[-60:]!r}"
         )
 
 
-def _behind_prefill(text: str, prefill: str) -> str:
-    """The rest of a reply whose beginning the prompt has already written."""
+def behind_prefill(text: str, prefill: str) -> str:
+    """The rest of a reply whose beginning the prompt has already written. Raises InvalidRequestError if its thoughts do
+    not match those of the prompt."""
     begin = prefill.strip()
     if begin and text.lstrip().startswith(begin):
         text = text.lstrip().removeprefix(begin).lstrip()
@@ -181,5 +182,6 @@ def _without_first(behind: str, token: str) -> str:
     return rest.removeprefix(token) if rest.startswith(token) else behind
 
 
-def _squeezed(text: str) -> str:
+def squeezed(text: str) -> str:
+    """Without white space, which templates change."""
     return "".join(text.split())

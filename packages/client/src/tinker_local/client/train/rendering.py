@@ -1,0 +1,345 @@
+"""Rows to data, with the loss on the answers and on nothing else.
+
+For each answer the template renders the messages before it with the beginning of a reply, which is what a server
+gives to the model, and the messages with the answer. The first text must be the beginning of the second; what follows,
+up to the token that ends the turn, is what the model is to write. A later answer continues the datum of an earlier one
+if the tokens of its prompt begin with the tokens of that datum, and otherwise has a datum to itself. So every answer is
+trained behind exactly the tokens that a server would read before it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby, pairwise
+from typing import Any
+
+import numpy as np
+import tinker
+from tinker_local.client.image_marks import QWEN
+from tinker_local.client.rl.chat import MARK, Chat, ChatTemplateError, files_of
+from tinker_local.client.rl.conversation import behind_prefill, marked, squeezed
+from tinker_local.client.rl.environment import Message
+from tinker_local.client.rl.trajectory import Turn, turns_to_data
+from tinker_local.client.train.examples import Example
+from tinker_local.client.train.forms import Answered, Dialogue, Picture, RowMessage, Written
+from tinker_local.client.train.media import Media
+from tinker_local.types import InvalidRequestError
+
+_PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
+"""A template without a format: only the rules of `Chat` for tokens are used of it."""
+
+_FURTHER_ENDS = ("<|call|>", "<|eom_id|>")
+"""What ends an answer that calls a tool in the formats of gpt-oss and Llama 3.1, beside their end of turn."""
+
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""What templates call thoughts."""
+
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template", "conversation"})
+
+
+class CannotRender(Exception):
+    """A row cannot become data without a guess; `field` and `reason` say why."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field, self.reason = field, reason
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer to train. `prompt`: what a server gives to the model. `tokens`: what the model is to write, with the
+    end of turn; `trained`: which of them. `text`: the tokens as text, without special ones. `field`: of the row."""
+
+    prompt: tinker.ModelInput
+    tokens: tuple[int, ...]
+    trained: tuple[bool, ...]
+    text: str
+    field: str
+
+    @property
+    def length(self) -> int:
+        """Positions of prompt and answer."""
+        return int(self.prompt.length) + len(self.tokens)
+
+    def turns(self) -> Iterator[Turn]:
+        """Its runs of trained tokens, each behind all that comes before."""
+        begin = 0
+        for is_trained, run in groupby(self.trained):
+            end = begin + len(list(run))
+            if is_trained:
+                said = [tinker.EncodedTextChunk(tokens=list(self.tokens[:begin]))] if begin else []
+                prompt = tinker.ModelInput(chunks=[*self.prompt.chunks, *said])
+                tokens = self.tokens[begin:end]
+                yield Turn(prompt, tokens, np.zeros(len(tokens), np.float32), "", "stop", self.text)
+            begin = end
+
+
+def examples_of(answers: Sequence[Answer], place: str) -> list[Example]:
+    """Answers of one row, in order, as data for "cross_entropy"."""
+    turns = [turn for answer in answers for turn in answer.turns()]
+    found = []
+    for datum in turns_to_data(turns, 1.0, "cross_entropy"):
+        weights = datum.loss_fn_inputs["weights"].to_numpy()
+        found.append(Example(place, datum, int(np.count_nonzero(weights)), int(datum.model_input.length) + 1))
+    return found
+
+
+class Renderer:
+    """The format of one model.
+
+    Args:
+        tokenizer: HF's. Rows of messages need a chat template; rows of texts do not.
+        image_processor: The model's HF processor of images; None for a language model.
+        template: The processor's chat template, or another one to use instead of the tokenizer's.
+        options: Variables of the template for all rows, e.g. {"enable_thinking": False}.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        image_processor: Any = None,
+        *,
+        template: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.image_processor = image_processor
+        self._template = template
+        self._options = dict(options or {})
+        self._plain = Chat(tokenizer, template=_PLAIN)
+        self._chat = lru_cache(16)(self._make_chat)
+
+    @classmethod
+    def of(cls, client: tinker.TrainingClient, **settings: Any) -> "Renderer":
+        """The format of the model that `client` trains, from the files that the server names; `settings` as for the
+        constructor."""
+        tokenizer, processor, template = files_of(client)
+        return cls(tokenizer, processor, **{"template": template, **settings})
+
+    def answers(self, form: Answered, media: Media) -> list[Answer]:
+        """The answers to train of a row, in order. Reads its pictures. Raises CannotRender."""
+        if isinstance(form, Written):
+            return [self._written(form)]
+        try:
+            return self._answers(form, media)
+        except ChatTemplateError as error:
+            raise CannotRender("", str(error)) from error
+
+    # Texts -----------------------------------------------------------------------------------------------------------
+
+    def _written(self, row: Written) -> Answer:
+        """The prompt as a server reads that of a completion; special tokens written in either text count as such."""
+        prompt = list(self.tokenizer.encode(row.prompt))
+        tokens = self._plain.encode(row.completion, continued=True)
+        if not self._plain.ends_turn(tokens[-1]):
+            if self.tokenizer.eos_token_id is None:
+                reason = "the tokenizer has no end-of-sequence token, so the answer must end in a special token"
+                raise CannotRender(row.fields[1], reason)
+            tokens = [*tokens, int(self.tokenizer.eos_token_id)]
+        text = self._plain.decode(tokens)
+        return Answer(tinker.ModelInput.from_ints(prompt), tuple(tokens), (True,) * len(tokens), text, row.fields[1])
+
+    # Conversations ---------------------------------------------------------------------------------------------------
+
+    def _make_chat(self, template: str | None, variables: tuple[tuple[str, str, Any], ...]) -> Chat:
+        """`variables`: name, type (True is not 1 in a template) and value."""
+        options = self._options | {name: value for name, _, value in variables}
+        return Chat(self.tokenizer, self.image_processor, template=template, options=options)
+
+    def _chosen(self, row: Dialogue) -> tuple[Chat, bool]:
+        """The chat of a row, and whether its template takes pictures as text. As on a server, it is the processor's
+        template, unless only the tokenizer's has the tools that the row needs."""
+        if self._template is None and not getattr(self.tokenizer, "chat_template", None):
+            raise CannotRender("messages", "this model has no chat template; write prompt and completion as texts")
+        variables = tuple((name, type(value).__name__, value) for name, value in (row.variables or {}).items())
+        needed = {"tools": bool(row.tools), "tool_calls": any(message.calls for message in row.messages)}
+        needed["tool"] = any(message.role == "tool" for message in row.messages)
+        words = {word for word, is_needed in needed.items() if is_needed}
+        chat, in_text = self._chat(self._template, variables), False
+        if words - chat.words(row.tools) and self._template is not None and self.tokenizer.chat_template:
+            other = self._chat(None, variables)
+            if not words - other.words(row.tools):
+                chat, in_text = other, True
+        known = chat.words(row.tools)
+        if missing := sorted(words - known):
+            field = "tools" if "tools" in missing else "messages"
+            raise CannotRender(field, f"the chat template of this model has no {', '.join(missing)}")
+        if unknown := [name for name, _, _ in variables if name not in known or name in _RESERVED]:
+            raise CannotRender("chat_template_kwargs", f"the chat template has no variable {', '.join(unknown)} to set")
+        return chat, in_text
+
+    def _answers(self, row: Dialogue, media: Media) -> list[Answer]:
+        chat, in_text = self._chosen(row)
+        words = chat.words(row.tools)
+        contents: list[dict[str, Any]] = []
+        images: list[list[tinker.types.ImageChunk]] = []
+        for message in row.messages:
+            content, found = chat.content(self._message(message, media, words), message.field)
+            contents.append(_pictures_in_text(content) if in_text else content)
+            images.append(found)
+        talk = _Talk(chat, row, contents, images, {"tools": [chat.protect_all(tool) for tool in row.tools] or None})
+        talk.check_heard()
+        trained = (at for at, message in enumerate(row.messages) if message.role == "assistant" and message.weight)
+        return [talk.answer(at) for at in trained if at >= row.given]
+
+    def _message(self, message: RowMessage, media: Media, words: set[str]) -> Message:
+        """As `Chat` takes it, with its pictures read."""
+        parts = tuple(self._picture(part, media) if isinstance(part, Picture) else part for part in message.parts)
+        further: dict[str, Any] = {}
+        if message.calls:
+            further["tool_calls"] = list(message.calls)
+        if message.answers is not None:
+            names = zip(("tool_call_id", "name"), message.answers, strict=True)
+            further |= {name: value for name, value in names if value is not None}
+        if message.thoughts is not None:
+            name = next((name for name in _THOUGHTS if name in words), None)
+            if name is None:
+                raise CannotRender(f"{message.field}.{_THOUGHTS[0]}", _NO_THOUGHTS)
+            further[name] = message.thoughts
+        return Message(message.role, parts, further)
+
+    def _picture(self, picture: Picture, media: Media) -> tinker.types.ImageChunk:
+        try:
+            return media.chunk(picture.value, self.image_processor, picture.field)
+        except InvalidRequestError as error:
+            raise CannotRender(picture.field, str(error).removeprefix(f"{picture.field}: ")) from error
+
+
+_NO_THOUGHTS = "the chat template of this model shows no thoughts; write them into content as the model does"
+
+
+def _pictures_in_text(content: dict[str, Any]) -> dict[str, Any]:
+    """For a template of the language model alone: pictures as their tokens, in one text."""
+    if isinstance(content["content"], str):
+        return content
+    picture = f"{QWEN.start}{QWEN.pad}{QWEN.end}"
+    texts = [part["text"] if part["type"] == "text" else picture for part in content["content"]]
+    return {**content, "content": "".join(texts)}
+
+
+class _Talk:
+    """One conversation: `contents` are the messages as the template takes them, `images` the pictures of each."""
+
+    def __init__(
+        self,
+        chat: Chat,
+        row: Dialogue,
+        contents: Sequence[dict[str, Any]],
+        images: Sequence[Sequence[tinker.types.ImageChunk]],
+        options: Mapping[str, Any],
+    ) -> None:
+        self._chat = chat
+        self._row = row
+        self._contents = contents
+        self._images = images
+        self._options = options
+        names = [chat.end_of_turn, chat.tokenizer.eos_token_id]
+        names += [chat.tokenizer.convert_tokens_to_ids(name) for name in _FURTHER_ENDS]
+        self._ends = {int(token) for token in names if token is not None} - {chat.tokenizer.unk_token_id}
+
+    def _render(self, messages: Sequence[dict[str, Any]], *, generate: bool) -> str:
+        return self._chat.render(messages, generate=generate, options=self._options)
+
+    def check_heard(self) -> None:
+        """CannotRender if the template leaves out the text of a message that is no answer."""
+        asked = [at for at, message in enumerate(self._row.messages) if message.role != "assistant"]
+        if self._shown(asked) < sum(marked(self._contents[at]) != self._contents[at] for at in asked):
+            for at in asked:
+                if marked(self._contents[at]) != self._contents[at] and not self._shown([at]):
+                    message = self._row.messages[at]
+                    raise CannotRender(message.field, f"the chat template leaves out this message ({message.role})")
+            raise CannotRender("", "the chat template leaves out the text of a message")
+
+    def _shown(self, places: Sequence[int]) -> int:
+        messages = [marked(each) if at in places else each for at, each in enumerate(self._contents)]
+        return self._render(messages, generate=False).count(MARK)
+
+    def answer(self, at: int) -> Answer:
+        """The answer that is message `at`, behind those before it."""
+        chat, field = self._chat, self._row.messages[at].field
+        prompt = self._render(self._contents[:at], generate=True)
+        whole = self._render(self._contents[: at + 1], generate=False)
+        given = tinker.ModelInput(chunks=chat.chunks(prompt, [image for each in self._images[:at] for image in each]))
+        if not whole.startswith(prompt) or (hidden := self._hidden(at, whole)):
+            why = f"leaves out {hidden}" if whole.startswith(prompt) else "begins the answer otherwise than its prompt"
+            tokens = self._as_written(at, why)
+            trained = [True] * len(tokens)
+        else:
+            tokens, trained = self._as_rendered(at, whole, len(prompt))
+        end = len(tokens) - (tokens[-1] in self._ends)
+        return Answer(given, tuple(tokens), tuple(trained), chat.decode(tokens[:end]), field)
+
+    def _hidden(self, at: int, whole: str) -> str:
+        """What the template does not show of the answer `at` (the last message of `whole`); "" if it shows all."""
+        before = self._render(self._contents[:at], generate=False)
+        shown = squeezed(whole[len(before) :] if whole.startswith(before) else whole)
+        content, message = self._contents[at], self._row.messages[at]
+        if squeezed(content["content"]) not in shown:
+            return "a part of its text"
+        if any(squeezed(content.get(name) or "") not in shown for name in _THOUGHTS):
+            return "its thoughts"
+        names = [str(call["function"]["name"]) for call in content.get("tool_calls", ())]
+        if message.calls and not all(squeezed(name) in shown for name in names):
+            return "a call"
+        return ""
+
+    def _as_written(self, at: int, why: str) -> list[int]:
+        """The tokens of an answer that is all text, as a model writes it behind the template's prompt: thinking models
+        drop thoughts from what they are shown again, and not from what they write."""
+        message, chat = self._row.messages[at], self._chat
+        if message.calls or message.thoughts:
+            name = "tool_calls" if message.calls else _THOUGHTS[0]
+            reason = f"the chat template {why}; write all of it into content, as the model writes it"
+            raise CannotRender(f"{message.field}.{name}", reason)
+        if not chat.stop:
+            raise CannotRender(message.field, _NO_END)
+        try:
+            text = behind_prefill("".join(map(str, message.parts)), chat.prefill)
+        except InvalidRequestError as error:
+            raise CannotRender(f"{message.field}.content", str(error).removeprefix("reply: ")) from error
+        return [*chat.encode(chat.protect_reply(text), continued=True), *chat.stop]
+
+    def _as_rendered(self, at: int, whole: str, begin: int) -> tuple[list[int], list[bool]]:
+        """The tokens of `whole` behind `begin`, up to the end of the turn, and which of them are trained."""
+        chat, field = self._chat, self._row.messages[at].field
+        pieces = [(whole[begin:], True)]
+        if (found := chat.render_marked(self._contents[: at + 1], options=self._options)) is not None:
+            pieces = _cut(whole, begin, found[1])
+        tokens: list[int] = []
+        trained: list[bool] = []
+        for text, is_marked in pieces:
+            some = chat.encode(text, continued=True)
+            tokens += some
+            trained += [is_marked] * len(some)
+        if len(pieces) > 1 and tokens != chat.encode(whole[begin:], continued=True):
+            raise CannotRender(field, "a token crosses the border of what the chat template marks as the answer")
+        if not any(trained):
+            raise CannotRender(field, "the chat template marks nothing of this answer as the assistant's")
+        last = next((place for place in reversed(range(len(tokens))) if tokens[place] in self._ends), None)
+        if last is None:
+            return self._ended(field, tokens, trained)
+        if behind := chat.decode(tokens[last + 1 :], special=True).strip():
+            raise CannotRender(field, f"the chat template writes {behind[:40]!r} behind the end of the answer")
+        # The end is trained also where the template's marks leave it out: the model would never learn to stop.
+        return tokens[: last + 1], [*trained[:last], True]
+
+    def _ended(self, field: str, tokens: list[int], trained: list[bool]) -> tuple[list[int], list[bool]]:
+        """An answer for which the template writes no end: EOS ends it, as when it is sampled."""
+        chat = self._chat
+        if chat.end_of_turn is not None:
+            end = chat.decode([chat.end_of_turn], special=True)
+            raise CannotRender(field, f"the chat template ends other answers with {end}, and not this one")
+        if not chat.stop:
+            raise CannotRender(field, _NO_END)
+        while tokens and not chat.decode(tokens[-1:], special=True).strip():
+            tokens, trained = tokens[:-1], trained[:-1]
+        return [*tokens, *chat.stop], [*trained, True]
+
+
+_NO_END = "neither the chat template nor the tokenizer has a token that ends an answer"
+
+
+def _cut(text: str, begin: int, marks: Sequence[tuple[int, int]]) -> list[tuple[str, bool]]:
+    """`text` behind `begin` in pieces, each of them inside or outside of `marks`."""
+    borders = sorted({begin, len(text), *(max(place, begin) for mark in marks for place in mark)})
+    return [(text[start:end], any(first <= start < last for first, last in marks)) for start, end in pairwise(borders)]

@@ -1,0 +1,259 @@
+"""Where rows come from: JSON lines, Parquet, and data sets that the library `datasets` has saved.
+
+None is read into memory as a whole: lines are found again by their places in the file, the others are memory-mapped.
+"""
+
+import json
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from tinker_local.client.train.examples import Problem
+from tinker_local.types import InvalidRequestError
+from tinker_local.types.errors import brief
+
+Row: TypeAlias = Mapping[str, Any]
+
+_SAVED, _SPLITS = "state.json", "dataset_dict.json"
+"""Files that `datasets` writes into a folder that it saves: a data set, and several by the names of splits."""
+
+_READ_BYTES = 2**22
+_BOM = b"\xef\xbb\xbf"
+
+
+class RowError(Exception):
+    """A row cannot be read; `problems` say why."""
+
+    def __init__(self, *problems: Problem) -> None:
+        super().__init__("; ".join(map(str, problems)))
+        self.problems = problems
+
+
+class Source(Protocol):
+    """Rows by number, from 0. Any thread may call it, several at once."""
+
+    folder: Path
+    """The real folder of its files, which relative paths in rows begin at."""
+
+    def __len__(self) -> int: ...
+
+    def place(self, index: int) -> str:
+        """The file and the line or row, counted from 1."""
+        ...
+
+    def row(self, index: int) -> Row:
+        """Raises RowError."""
+        ...
+
+
+def open_source(path: Path) -> Source:
+    """The rows of a file (`.jsonl`, `.parquet`), of a data set that was saved with `save_to_disk`, or of a folder with
+    files of one of these kinds.
+
+    Raises InvalidRequestError for anything else.
+    """
+    if not path.exists():
+        raise InvalidRequestError(f"data: there is no {path}")
+    if path.is_file():
+        return _open_file(path)
+    if (path / _SPLITS).is_file():
+        splits = sorted(part.parent.name for part in path.glob(f"*/{_SAVED}"))
+        if len(splits) == 1:
+            return _saved(path / splits[0])
+        raise InvalidRequestError(
+            f"data: {path} has the splits {', '.join(splits)}; name the folder of one, as {path / [*splits, '?'][0]}"
+        )
+    if (path / _SAVED).is_file():
+        return _saved(path)
+    files = sorted(each for each in path.iterdir() if each.suffix in (".jsonl", ".parquet"))
+    if len({each.suffix for each in files}) != 1:
+        found = ", ".join(each.name for each in files[:5]) or "none of them"
+        raise InvalidRequestError(
+            f"data: a folder must hold a saved data set, or .jsonl files, or .parquet files; {path} has {found}"
+        )
+    return _open_file(files[0]) if len(files) == 1 else _Joined([_open_file(each) for each in files])
+
+
+def _open_file(path: Path) -> Source:
+    if path.suffix in (".jsonl", ".ndjson", ".json"):
+        return JsonLines(path)
+    if path.suffix == ".parquet":
+        return _parquet(path)
+    raise InvalidRequestError(
+        f"data: {path.name} must be .jsonl (a JSON object on each line), .parquet or a folder that datasets saved"
+    )
+
+
+class _Joined:
+    """Several files, one after the other."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self._ends = np.cumsum([len(source) for source in sources])
+        self.folder = sources[0].folder
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def _at(self, index: int) -> tuple[Source, int]:
+        which = int(np.searchsorted(self._ends, index, side="right"))
+        return self._sources[which], index - (int(self._ends[which - 1]) if which else 0)
+
+    def place(self, index: int) -> str:
+        source, at = self._at(index)
+        return source.place(at)
+
+    def row(self, index: int) -> Row:
+        source, at = self._at(index)
+        return source.row(at)
+
+
+# JSON lines ----------------------------------------------------------------------------------------------------------
+
+
+class JsonLines:
+    """A file with a JSON object on each line, in UTF-8. Lines end with a line feed and with nothing else: U+2028 and
+    the like are text. Lines of blanks are left out, and counted."""
+
+    def __init__(self, path: Path) -> None:
+        self._name = path.name
+        self.folder = path.resolve().parent
+        self._file = path.open("rb")  # open as long as this is used: a new file of this name would have other lines
+        weakref.finalize(self, self._file.close)
+        self._ends = _line_ends(self._file.fileno())
+        self._lines = np.array([line for line in range(len(self._ends)) if self._bytes(line).strip()], np.int64)
+        if len(self._lines) and self._bytes(int(self._lines[0])).lstrip().startswith(b"["):
+            raise InvalidRequestError(
+                f"data: {self._name} begins with '[': it must have one JSON object a line, not an array of them"
+            )
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def place(self, index: int) -> str:
+        return f"{self._name} line {self._lines[index] + 1}"
+
+    def row(self, index: int) -> Row:
+        """Raises RowError for what is not a JSON object, or not exactly one reading of it."""
+        place = self.place(index)
+        try:
+            found = json.loads(
+                self._bytes(int(self._lines[index])).decode(), object_pairs_hook=_object, parse_constant=_no_constant
+            )
+        except UnicodeDecodeError as error:
+            raise RowError(Problem(place, "", f"byte {error.start} of the line is not UTF-8")) from None
+        except json.JSONDecodeError as error:
+            reason = f"not JSON: {error.msg} at character {error.pos + 1} of the line"
+            raise RowError(Problem(place, "", reason)) from None
+        except ValueError as error:
+            raise RowError(Problem(place, "", str(error))) from None
+        except RecursionError:
+            raise RowError(Problem(place, "", "not readable: arrays or objects are nested too deeply")) from None
+        if not isinstance(found, dict):
+            raise RowError(Problem(place, "", f"must be a JSON object, not {brief(found)}"))
+        return found
+
+    def _bytes(self, line: int) -> bytes:
+        begin = int(self._ends[line - 1]) if line else 0
+        found = os.pread(self._file.fileno(), int(self._ends[line]) - begin, begin)
+        return found if line else found.removeprefix(_BOM)
+
+
+def _line_ends(descriptor: int) -> npt.NDArray[np.int64]:
+    """The offset behind each line of a file."""
+    ends, offset, last = [np.zeros(0, np.int64)], 0, b"\n"
+    while data := os.pread(descriptor, _READ_BYTES, offset):
+        ends.append(np.flatnonzero(np.frombuffer(data, np.uint8) == 10) + offset + 1)
+        offset, last = offset + len(data), data[-1:]
+    return np.concatenate([*ends, np.zeros(0, np.int64) if last == b"\n" else np.array([offset])])
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has the field {brief(twice)} twice")
+    return found
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+# Arrow ---------------------------------------------------------------------------------------------------------------
+
+
+def _parquet(path: Path) -> Source:
+    # The library writes it once as Arrow into its cache, which is then memory-mapped.
+    return _Arrow(_library().Dataset.from_parquet(str(path)), path.resolve().parent, path.name)
+
+
+def _saved(path: Path) -> Source:
+    return _Arrow(_library().Dataset.load_from_disk(str(path)), path.resolve(), path.name)
+
+
+def _library() -> Any:
+    try:
+        import datasets  # type: ignore[import-untyped]
+    except ImportError:
+        raise InvalidRequestError(
+            "data: Parquet and saved data sets need the library datasets: pip install 'tinker-local-client[train]'"
+        ) from None
+    return datasets
+
+
+class _Arrow:
+    """A `datasets.Dataset`. Its own decoders are not used: pictures stay bytes or paths, which `media.py` reads."""
+
+    def __init__(self, data: Any, folder: Path, name: str) -> None:
+        self._features = data.features
+        self._data = data.with_format("arrow")
+        self._name = name
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def place(self, index: int) -> str:
+        return f"{self._name} row {index + 1}"
+
+    def row(self, index: int) -> Row:
+        """Raises RowError where Arrow may have added a null to the arguments of a call."""
+        (row,) = self._data[index : index + 1].to_pylist()
+        try:
+            return {name: _plain(value, self._features[name], name) for name, value in row.items() if value is not None}
+        except _Ambiguous as error:
+            raise RowError(Problem(self.place(index), str(error), _ADDED)) from None
+
+
+_ADDED = (
+    "is null, which Arrow also writes for fields that only other rows have; store arguments as JSON text, or in a "
+    "column of the type Json"
+)
+
+
+class _Ambiguous(Exception):
+    """The field of a null that the row or Arrow has written."""
+
+
+def _plain(value: Any, feature: Any, field: str) -> Any:
+    """A value as the row had it: without the nulls of fields that Arrow gives to all objects of a column, and with JSON
+    that is stored as text."""
+    if isinstance(feature, _library().Json):
+        return json.loads(value) if isinstance(value, str) else value
+    if isinstance(value, dict):
+        inner = feature if isinstance(feature, Mapping) else {}
+        if ".function.arguments" in field and None in value.values():
+            raise _Ambiguous(f"{field}.{next(name for name, each in value.items() if each is None)}")
+        return {
+            name: _plain(each, inner.get(name), f"{field}.{name}") for name, each in value.items() if each is not None
+        }
+    if isinstance(value, list):
+        inside = getattr(feature, "feature", None)
+        return [_plain(each, inside, f"{field}[{at}]") for at, each in enumerate(value)]
+    return value
