@@ -66,8 +66,6 @@ class Sums:
 class TokenNames:
     """Stands for a chat format: token 7 is "t7". It is its own tokenizer."""
 
-    stop: Sequence[int] = (END,)
-
     @property
     def tokenizer(self) -> "TokenNames":
         return self

@@ -1,7 +1,7 @@
 """Training on rows of data: what they are, how they become data of the SDK, and the loop.
 
-from tinker_local.client.train import train
-train(rows, model="Qwen/Qwen3-4B", out="runs/answers")
+`train("answers.jsonl", model="Qwen/Qwen3-4B", out="runs/answers")` is a whole run. A program extends it with an
+`Objective`, an `Evaluation` or a `Tracker` of its author's.
 """
 
 from tinker_local.client.train.evaluate import Evaluation as Evaluation
@@ -17,6 +17,8 @@ from tinker_local.client.train.objectives import Objective as Objective
 from tinker_local.client.train.objectives import Pending as Pending
 from tinker_local.client.train.objectives import Supervised as Supervised
 from tinker_local.client.train.preferences import Preferences as Preferences
+from tinker_local.client.train.rendering import Renderer as Renderer
+from tinker_local.client.train.rows import read_rows as read_rows
 from tinker_local.client.train.settings import TrainSettings as TrainSettings
 from tinker_local.client.train.trackers import Tracker as Tracker
 from tinker_local.client.train.train_run import TrainReport as TrainReport

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import tinker
-from tinker_local.client.train.examples import Rows
+from tinker_local.client.train.examples import Preference, Rows
 from tinker_local.types import InvalidRequestError
 from tinker_local.types.errors import brief
 
@@ -118,6 +119,18 @@ def _judged(judge: Callable[[str, Mapping[str, Any]], Any], said: str, row: Mapp
     if not math.isfinite(number):
         raise InvalidRequestError(f"eval: {text} returned {brief(score)}, which is not a number")
     return number
+
+
+def ends_of(rows: Rows, some: Sequence[int]) -> list[int]:
+    """The token ids that end the answers of some rows, ascending: of each example the last target that is trained."""
+    ends: set[int] = set()
+    for row in some:
+        found = rows.examples(row)
+        for example in [found.chosen] if isinstance(found, Preference) else found:
+            inputs = example.datum.loss_fn_inputs
+            last = np.flatnonzero(inputs["weights"].to_numpy())[-1]
+            ends.add(int(inputs["target_tokens"].to_numpy()[last]))
+    return sorted(ends)
 
 
 @dataclass(frozen=True, slots=True)

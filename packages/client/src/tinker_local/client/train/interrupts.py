@@ -1,21 +1,22 @@
 """Ctrl-C, once: the program ends in order, after a checkpoint. Twice: at once."""
 
+import os
 import signal
 import threading
-from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+STOPPING = b"\nstopping after the steps that are under way, with a checkpoint; Ctrl-C again ends at once\n"
+
 
 class Interrupts:
-    """A context in which the first Ctrl-C (or SIGTERM) makes `asked` true and says so; the second raises
-    KeyboardInterrupt. Outside the main thread, where Python has no signals, nothing is changed."""
+    """A context in which the first Ctrl-C (or SIGTERM) makes `asked` true and says so on standard error; the second
+    raises KeyboardInterrupt. Outside the main thread, where Python has no signals, nothing is changed."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self) -> None:
         self.asked = False
-        self._say = say
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -31,4 +32,4 @@ class Interrupts:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        self._say("stopping after the steps that are under way, with a checkpoint; Ctrl-C again ends at once")
+        os.write(2, STOPPING)  # the signal may have come within a `print`, which must not be called in another

@@ -23,7 +23,7 @@ from tinker_local.client.train.settings import TrainSettings, made_of
 from tinker_local.types import InvalidRequestError
 
 ROWS_IN_FINGERPRINT = 64
-"""Rows whose text counts for the fingerprint of a data set, evenly spread; the lengths of all do."""
+"""Rows whose text counts for the fingerprint of rows without a digest, evenly spread; the lengths of all do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,12 @@ class SavedStep:
 
 
 def fingerprint(rows: Rows) -> str:
-    """Of a data set as it is rendered: 16 hex digits that differ if a row was added, removed, moved or made longer."""
+    """Of a data set: 16 hex digits that differ if a row was added, removed, moved or changed. Rows without a `digest`,
+    as those of a file have it, are compared by their lengths and the texts of some."""
     digest = hashlib.sha256(f"{rows.kind} {len(rows)}".encode())
+    if known := getattr(rows, "digest", ""):
+        digest.update(str(known).encode())
+        return digest.hexdigest()[:16]
     for row in range(len(rows)):
         digest.update(repr(rows.lengths(row)).encode())
     for row in range(0, len(rows), max(1, len(rows) // ROWS_IN_FINGERPRINT)):

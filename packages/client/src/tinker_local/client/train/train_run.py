@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 import tinker
-from tinker_local.client.clients import ServiceClient
+from tinker_local.client.clients import RestClient, ServiceClient
 from tinker_local.client.endpoint import send
-from tinker_local.client.rl.chat import Chat
-from tinker_local.client.train.evaluate import Answerer, Evaluation
+from tinker_local.client.train.evaluate import Answerer, Evaluation, ends_of
 from tinker_local.client.train.examples import Rows
 from tinker_local.client.train.guidance import ModelFacts, advise, facts_of, rank_for
 from tinker_local.client.train.interrupts import Interrupts
 from tinker_local.client.train.loop import Loop
 from tinker_local.client.train.objectives import Objective, Say, Supervised
 from tinker_local.client.train.preferences import Preferences
+from tinker_local.client.train.rendering import Renderer
+from tinker_local.client.train.rows import read_rows
 from tinker_local.client.train.run_folder import RunFolder, RunRecord, SavedStep
 from tinker_local.client.train.schedule import Plan, split_rows
 from tinker_local.client.train.settings import TrainSettings, check_unchanged
@@ -24,18 +25,22 @@ from tinker_local.client.train.trackers import TrackedRun, Tracker, open_tracker
 from tinker_local.types import InvalidRequestError
 
 
-class Renderer(Protocol):
-    """A model's chat format, as `rl.Chat`: a tokenizer that decodes, and the token ids that end a reply."""
+class Decodes(Protocol):
+    """What is needed here of a model's chat format: a tokenizer whose `decode` is HF's."""
 
     @property
     def tokenizer(self) -> Any: ...
 
-    @property
-    def stop(self) -> Sequence[int]: ...
 
+Data: TypeAlias = str | Path | Rows | Callable[[Any, int], Rows]
+"""A file or folder for `read_rows`; rows; or a function that makes them, given the model's chat format and how many
+positions a sequence may have."""
 
-Data: TypeAlias = Rows | Callable[[Any], Rows]
-"""Rows, or a function that renders them with the model's chat format."""
+DEFAULT_CONTEXT = 4096
+"""Tokens of a row at most where the server does not say what its model takes."""
+
+ROWS_FOR_ENDS = 8
+"""Rows to train on whose answers are looked at for the tokens that end an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +76,15 @@ def train(
     objective: Callable[[Rows, TrainSettings, RunFolder], Objective] | None = None,
     trackers: Sequence[str | Tracker] = (),
     project: str = "tinker-local",
-    renderer: Callable[[tinker.TrainingClient], Renderer] = Chat.of,
+    renderer: Callable[[tinker.TrainingClient], Decodes] = Renderer.of,
     before: Callable[[Rows, Any], None] | None = None,
     say: Say = print,
 ) -> TrainReport:
     """Train an adapter of `model` on rows of data; returns after the last checkpoint is saved.
 
     Args:
-        data: The rows, or a function that renders them with what `renderer` makes.
+        data: A file or folder as `read_rows` takes them, which must have no bad rows; or the rows; or a function that
+            makes them of the chat format and the positions that a sequence may have, as `read_rows` with your rules.
         model: A base model that the server has.
         out: A new folder for the curve and the paths of checkpoints; with `resume` the folder of the run.
         settings: All of them, or some by name. The others are those of `guidance.advise`, which are printed.
@@ -99,7 +105,7 @@ def train(
     and returns; the second raises KeyboardInterrupt.
     """
     folder = RunFolder(Path(out))
-    began, start = _begun(folder, resume)
+    began, start = begun_in(folder, resume)
     asked = settings.as_json() if isinstance(settings, TrainSettings) else dict(settings or {})
     if began is not None:
         asked = check_unchanged(began.settings, asked, folder.path).as_json()
@@ -107,7 +113,7 @@ def train(
         facts = facts_of(model, _config(used, model))
         client = _client(used, model, asked, facts, start)
         chat = renderer(client)
-        rows = data(chat) if callable(data) else data
+        rows = _rows(data, chat, used, model)
         if began is None:
             advice = advise(facts, rows.kind, len(rows), asked, _trained_tokens(rows))
             for line in advice.lines():
@@ -134,14 +140,18 @@ def train(
         with ExitStack() as opened:
             tracked = TrackedRun(project, record.name, folder.path, chosen.as_json(), None if start is None else step)
             shown = [_open(opened, each, tracked) for each in trackers]
-            asked_to_stop = opened.enter_context(Interrupts(say))
+            asked_to_stop = opened.enter_context(Interrupts())
             loop = Loop(
                 client,
                 loss,
                 plan,
                 measured,
                 folder,
-                Answerer(rows, lambda tokens: str(chat.tokenizer.decode(tokens, skip_special_tokens=True)), chat.stop),
+                Answerer(
+                    rows,
+                    lambda tokens: str(chat.tokenizer.decode(tokens, skip_special_tokens=True)),
+                    ends_of(rows, plan.rows_of(1)[:ROWS_FOR_ENDS]),
+                ),
                 evaluation=evaluation,
                 trackers=shown,
                 stopped=lambda: asked_to_stop.asked,
@@ -152,8 +162,8 @@ def train(
         return TrainReport(folder.path, model, chosen, saved.step, saved, not done, folder.metrics())
 
 
-def _begun(folder: RunFolder, resume: bool) -> tuple[RunRecord | None, SavedStep | None]:
-    """What `folder` has to resume, or nothing for a new run."""
+def begun_in(folder: RunFolder, resume: bool) -> tuple[RunRecord | None, SavedStep | None]:
+    """What `folder` has to resume, or nothing for a new run. InvalidRequestError if it has a run or lacks one."""
     if not resume:
         folder.require_new()
         return None, None
@@ -180,6 +190,24 @@ def _session(
         status = "success"
     finally:
         own.close(status).result()
+
+
+def _rows(data: Data, chat: Any, service: tinker.ServiceClient, model: str) -> Rows:
+    if isinstance(data, str | Path):
+        return read_rows(data, renderer=chat, most_tokens=context_of(service, model))
+    return data(chat, context_of(service, model)) if callable(data) else data
+
+
+def context_of(service: tinker.ServiceClient, model: str) -> int:
+    """The positions that the server lets a sequence of `model` have; `DEFAULT_CONTEXT` if it does not say."""
+    endpoint = getattr(service, "endpoint", None)
+    rest = (
+        tinker.RestClient()
+        if endpoint is None
+        else RestClient(base_url=endpoint.base_url, api_key=endpoint.api_key, check_server=False)
+    )
+    models = rest.get_server_capabilities().result().supported_models
+    return next((each.max_context_length for each in models if each.model_name == model), None) or DEFAULT_CONTEXT
 
 
 def _config(service: tinker.ServiceClient, model: str) -> Mapping[str, Any] | None:
