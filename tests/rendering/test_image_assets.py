@@ -2,17 +2,15 @@
 
 import asyncio
 import contextlib
-import http.server
 import io
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 from PIL import Image
 from tinker_local.backend.rendering import image_assets
@@ -25,6 +23,8 @@ from tinker_local.types import (
     ModelInput,
     UnsupportedError,
 )
+
+from tests.web_site import Site, public_site
 
 
 def png(color: str = "red") -> bytes:
@@ -122,55 +122,9 @@ async def test_a_folder_that_hangs_holds_up_nobody_who_reads_no_images(
 # URLs ---------------------------------------------------------------------------------------------------------------
 
 
-class Site:
-    """A web site on this machine that is asked as if it had a public address. `hosts`: the names it was asked by."""
-
-    def __init__(self) -> None:
-        self.pages: dict[str, Callable[[Any], None]] = {}
-        self.hosts: list[str] = []
-        site = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                site.hosts.append(self.headers["Host"])
-                site.pages[self.path](self)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.port = self.server.server_address[1]
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def page(self, path: str, body: bytes = b"", status: int = 200, **headers: str) -> None:
-        def answer(handler: Any) -> None:
-            handler.send_response(status)
-            for name, value in headers.items():
-                handler.send_header(name, value)
-            handler.end_headers()
-            handler.wfile.write(body)
-
-        self.pages[path] = answer
-
-
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    site = Site()
-    public = "93.184.216.34"
-
-    class Redirected(httpx.AsyncHTTPTransport):
-        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-            assert request.url.host == public, "another address was asked than was looked at"
-            request.url = request.url.copy_with(host="127.0.0.1")
-            return await super().handle_async_request(request)
-
-    class Client(httpx.AsyncClient):
-        def __init__(self, **kwargs: Any) -> None:
-            super().__init__(transport=Redirected(), **kwargs)
-
-    monkeypatch.setattr(httpx, "AsyncClient", Client)
-    yield site
-    site.server.shutdown()
+    yield from public_site(monkeypatch)
 
 
 def assets_of(site: Site, **options: Any) -> ImageAssets:

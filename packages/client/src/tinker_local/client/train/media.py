@@ -5,16 +5,18 @@ named, its addresses are public ones, and the connection goes to the address tha
 for prompts (`tinker_local.types.named_pictures`).
 """
 
+import asyncio
 import base64
 import hashlib
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote, urljoin, urlsplit
 
 import httpx
@@ -39,6 +41,7 @@ PICTURE_BYTES = 32 * 2**20
 SECONDS = 20.0
 REDIRECTS = 3
 
+_Result = TypeVar("_Result")
 Addresses = Callable[[str, int], Iterable[str]]
 
 _UNREADABLE = (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError)  # what PIL's readers raise
@@ -75,10 +78,13 @@ class Media:
     """Reads pictures of rows. `folder`: that of the data file, to which relative paths belong; then `rules.folders` are
     tried. What was fetched stays in a temporary folder while this is used, so a host is asked once for a picture."""
 
-    def __init__(self, rules: MediaRules, folder: Path, *, addresses: Addresses = addresses_of) -> None:
+    def __init__(
+        self, rules: MediaRules, folder: Path, *, addresses: Addresses = addresses_of, seconds: float = SECONDS
+    ) -> None:
         self._folders = [each.resolve(strict=True) for each in (folder, *map(Path, rules.folders))]
         self._hosts = frozenset(host.lower() for host in rules.hosts)
         self._addresses = addresses
+        self._seconds = seconds
         self._fetched = tempfile.TemporaryDirectory(prefix="tinker-local-media-") if self._hosts else None
         self._lock = threading.Lock()
 
@@ -141,11 +147,14 @@ class Media:
         return file.read_bytes()
 
     def _fetch(self, given: str, field: str) -> bytes:
-        end, asked = time.monotonic() + SECONDS, given
+        end, asked = time.monotonic() + self._seconds, given
+        late = InvalidRequestError(f"{field}: {_shown(given)} was not there within {self._seconds:g} seconds")
         for _ in range(1 + REDIRECTS):
             url, address = self._checked(asked, given, field)
             try:
-                answer = _get(url, address, f"{field}: {_shown(given)}", end)
+                answer = _run(_get(url, address, f"{field}: {_shown(given)}", end))
+            except TimeoutError:
+                raise late from None
             except httpx.HTTPError as error:
                 raise InvalidRequestError(f"{field}: {_shown(given)}: {type(error).__name__}") from None
             if isinstance(answer, bytes):
@@ -177,32 +186,38 @@ class Media:
         return url, found[0]
 
 
-def _get(url: httpx.URL, address: str, named: str, end: float) -> bytes | str:
-    """The body, or where the answer redirects to. It is `address` that is asked, under the name of the host."""
+def _run(work: Coroutine[Any, Any, _Result]) -> _Result:
+    """The result of `work`, in an event loop of a thread that ends with it: the caller may have a loop that runs."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
+async def _get(url: httpx.URL, address: str, named: str, end: float) -> bytes | str:
+    """The body, or where the answer redirects to. It is `address` that is asked, under the name of the host.
+
+    TimeoutError at `end`, whatever the host does: a limit for each read would let it send byte after byte.
+    """
     head = {
         "Host": url.netloc.decode(),
         "Accept": "image/png, image/jpeg, image/webp, image/gif",
         "Accept-Encoding": "identity",
     }
-    asked = url.copy_with(host=address)
-    late = InvalidRequestError(f"{named} was not there within {SECONDS:g} seconds")
-    if (left := end - time.monotonic()) <= 0:
-        raise late
-    with (
-        httpx.Client(trust_env=False, timeout=left) as client,
-        client.stream("GET", asked, headers=head, extensions={"sni_hostname": url.host}) as answer,
+    async with (
+        asyncio.timeout(end - time.monotonic()),
+        httpx.AsyncClient(trust_env=False, timeout=None) as client,
+        client.stream(
+            "GET", url.copy_with(host=address), headers=head, extensions={"sni_hostname": url.host}
+        ) as answer,
     ):
         if answer.has_redirect_location:
             return str(answer.headers["location"])
         if answer.status_code != 200:
             raise InvalidRequestError(f"{named} answers {answer.status_code}")
         data = bytearray()
-        for part in answer.iter_raw():
+        async for part in answer.aiter_raw():
             data += part
             if len(data) > PICTURE_BYTES:
                 raise InvalidRequestError(f"{named} has {len(data)} bytes or more, the limit is {PICTURE_BYTES}")
-            if time.monotonic() > end:
-                raise late
         return bytes(data)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tinker
 from tinker_local.client.image_marks import QWEN
-from tinker_local.client.rl.chat import MARK, Chat, ChatTemplateError, files_of
+from tinker_local.client.rl.chat import END_THINK, MARK, Chat, ChatTemplateError, files_of
 from tinker_local.client.rl.conversation import behind_prefill, marked, squeezed
 from tinker_local.client.rl.environment import Message
 from tinker_local.client.rl.trajectory import Turn, turns_to_data
@@ -260,32 +260,37 @@ class _Talk:
         prompt = self._render(self._contents[:at], generate=True)
         whole = self._render(self._contents[: at + 1], generate=False)
         given = tinker.ModelInput(chunks=chat.chunks(prompt, [image for each in self._images[:at] for image in each]))
-        if not whole.startswith(prompt) or (hidden := self._hidden(at, whole)):
-            why = f"leaves out {hidden}" if whole.startswith(prompt) else "begins the answer otherwise than its prompt"
-            tokens = self._as_written(at, why)
-            trained = [True] * len(tokens)
-        else:
+        shown = self._shown_of(at, whole)
+        begins = whole.startswith(prompt)
+        hidden = self._hidden(at, shown)
+        if begins and not hidden:
             tokens, trained = self._as_rendered(at, whole, len(prompt))
+        else:
+            why = f"leaves out {hidden}" if hidden else "begins the answer otherwise than its prompt does"
+            tokens = self._as_written(at, shown, why)
+            trained = [True] * len(tokens)
         end = len(tokens) - (tokens[-1] in self._ends)
         return Answer(given, tuple(tokens), tuple(trained), chat.decode(tokens[:end]), field)
 
-    def _hidden(self, at: int, whole: str) -> str:
-        """What the template does not show of the answer `at` (the last message of `whole`); "" if it shows all."""
+    def _shown_of(self, at: int, whole: str) -> str:
+        """What the template writes of the answer `at`, the last message of `whole`, without white space."""
         before = self._render(self._contents[:at], generate=False)
-        shown = squeezed(whole[len(before) :] if whole.startswith(before) else whole)
-        content, message = self._contents[at], self._row.messages[at]
+        return squeezed(whole[len(before) :] if whole.startswith(before) else whole)
+
+    def _hidden(self, at: int, shown: str) -> str:
+        """What the template does not show of an answer; "" if it shows all."""
+        content = self._contents[at]
         if squeezed(content["content"]) not in shown:
             return "a part of its text"
         if any(squeezed(content.get(name) or "") not in shown for name in _THOUGHTS):
             return "its thoughts"
-        names = [str(call["function"]["name"]) for call in content.get("tool_calls", ())]
-        if message.calls and not all(squeezed(name) in shown for name in names):
+        if any(squeezed(call["function"]["name"]) not in shown for call in content.get("tool_calls", ())):
             return "a call"
         return ""
 
-    def _as_written(self, at: int, why: str) -> list[int]:
-        """The tokens of an answer that is all text, as a model writes it behind the template's prompt: thinking models
-        drop thoughts from what they are shown again, and not from what they write."""
+    def _as_written(self, at: int, shown: str, why: str) -> list[int]:
+        """The tokens of an answer that is all text, as a model writes it behind the template's prompt: templates drop
+        thoughts from what a model reads again, and not from what it writes. All but the thoughts must be `shown`."""
         message, chat = self._row.messages[at], self._chat
         if message.calls or message.thoughts:
             name = "tool_calls" if message.calls else _THOUGHTS[0]
@@ -293,8 +298,11 @@ class _Talk:
             raise CannotRender(f"{message.field}.{name}", reason)
         if not chat.stop:
             raise CannotRender(message.field, _NO_END)
+        text = "".join(map(str, message.parts))
+        if squeezed(chat.protect_reply(text.rpartition(END_THINK)[2])) not in shown:
+            raise CannotRender(f"{message.field}.content", f"the chat template {why}, and changes what it shows")
         try:
-            text = behind_prefill("".join(map(str, message.parts)), chat.prefill)
+            text = behind_prefill(text, chat.prefill)
         except InvalidRequestError as error:
             raise CannotRender(f"{message.field}.content", str(error).removeprefix("reply: ")) from error
         return [*chat.encode(chat.protect_reply(text), continued=True), *chat.stop]

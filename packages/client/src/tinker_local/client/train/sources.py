@@ -124,6 +124,7 @@ class JsonLines:
         self.folder = path.resolve().parent
         self._file = path.open("rb")  # open as long as this is used: a new file of this name would have other lines
         weakref.finalize(self, self._file.close)
+        self._state = self._state_now()
         self._ends = _line_ends(self._file.fileno())
         self._lines = np.array([line for line in range(len(self._ends)) if self._bytes(line).strip()], np.int64)
         if len(self._lines) and self._bytes(int(self._lines[0])).lstrip().startswith(b"["):
@@ -138,7 +139,8 @@ class JsonLines:
         return f"{self._name} line {self._lines[index] + 1}"
 
     def row(self, index: int) -> Row:
-        """Raises RowError for what is not a JSON object, or not exactly one reading of it."""
+        """Raises RowError for what is not a JSON object, or not exactly one reading of it; InvalidRequestError if the
+        file has changed."""
         place = self.place(index)
         try:
             found = json.loads(
@@ -157,10 +159,16 @@ class JsonLines:
             raise RowError(Problem(place, "", f"must be a JSON object, not {brief(found)}"))
         return found
 
+    def _state_now(self) -> tuple[int, int]:
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
+
     def _bytes(self, line: int) -> bytes:
+        if self._state_now() != self._state:
+            raise InvalidRequestError(f"data: {self._name} has changed since it was opened; start again")
         begin = int(self._ends[line - 1]) if line else 0
         found = os.pread(self._file.fileno(), int(self._ends[line]) - begin, begin)
-        return found if line else found.removeprefix(_BOM)
+        return (found if line else found.removeprefix(_BOM)).rstrip(b"\r\n")
 
 
 def _line_ends(descriptor: int) -> npt.NDArray[np.int64]:
