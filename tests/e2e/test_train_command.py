@@ -94,13 +94,16 @@ def test_ctrl_c_saves_and_the_printed_command_goes_on_with_a_server_of_its_start
     assert "Ctrl-C again ends at once" in errors
     assert "24 rows, 24 sequences of" in said
     assert "sums.jsonl line 1: " in said  # one row with its mask: without colours trained tokens are in brackets
-    assert "[0]" in said.replace("][", "") or "[0" in said
+    assert re.search(r"0\+0\?.*\n?.*assistant⏎\n\[0\]\[<\|im_end\|>\]", said), said[:3000]
     assert "learning_rate 0.003: a tiny model" in said
     assert children_of_train(tmp_path) == []
     (command,) = [line for line in said.splitlines() if line.startswith("tinker-local train ")]
     again = shlex.split(command)[2:]
     assert again[-1] == "--resume"
-    done = run(*again, "--data-dir", str(tmp_path / "data"), environment=environment)
+    given = [*arguments[1:], *chosen]
+    options = dict(zip(again[1:-1:2], again[2:-1:2], strict=True))
+    assert options == dict(zip(given[::2], given[1::2], strict=True)) | {"--epochs": "60.0", "--held-out": "4.0"}
+    done = run(*again, environment=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(metrics(out, "loss")) == list(range(1, 181))
     assert metrics(out, "loss")[180] < 0.5 * metrics(out, "loss")[1]

@@ -41,10 +41,8 @@ class Sums:
     def _example(self, index: int, answer: int) -> Example:
         tokens = [*self._prompt(index), answer, END]
         weights = np.array([0, 0, 0, 1, 1], np.float32)
-        datum = tinker.Datum(
-            model_input=tinker.ModelInput.from_ints(tokens[:-1]),
-            loss_fn_inputs={"target_tokens": np.array(tokens[1:], np.int64), "weights": weights},
-        )
+        inputs: Any = {"target_tokens": np.array(tokens[1:], np.int64), "weights": weights}
+        datum = tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
         return Example(f"row {index}", datum, 2, len(tokens))
 
     def examples(self, index: int) -> Sequence[Example] | Preference:

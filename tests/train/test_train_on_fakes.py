@@ -299,3 +299,19 @@ def test_keys_and_addresses_are_in_none_of_the_files_on_fakes(run: Run) -> None:
     assert endpoint.api_key not in written
     assert endpoint.base_url not in written
     assert "127.0.0.1" not in written
+
+
+def test_trackers_get_each_step_and_evaluation_and_are_closed_on_fakes(run: Run) -> None:
+    got: list[Any] = []
+
+    class Own:
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            got.append((step, set(metrics)))
+
+        def close(self) -> None:
+            got.append("closed")
+
+    report = run(settings={"steps": 3, "evaluate_every": 2}, trackers=[Own()])
+    assert [step for step, _ in got[:-1]] == [0, 1, 2, 2, 3, 3]
+    assert [names for _, names in got[:-1]] == [set(row) - {"step"} for row in report.curve]
+    assert got[-1] == "closed"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 from tinker_local.backend.cli.backend_options import Number, WholeNumber, data_dir_option, not_empty
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def train(
         _check(folder, resume, given)
         how = None if evaluation is None else read_evaluation(evaluation)
         reading = Reading(data, MediaRules(folders, hosts), skip_bad, too_long, max_tokens)
-        own = url is None
+        own, again = url is None, _again(click.get_current_context())
         if url is None:
             url = opened.enter_context(_server(model, data_dir, folder, given))
         _find_tokenizers(url, api_key)
@@ -139,7 +140,7 @@ def train(
             before=_show,
             say=click.echo,
         )
-    _tell(report, data, model, data_dir if own else None)
+    _tell(report, model, data_dir if own else None, again)
     if report.interrupted:
         raise click.exceptions.Exit(INTERRUPTED)
 
@@ -236,17 +237,32 @@ def _show(rows: "Rows", renderer: Any) -> None:
     print_row(rows, 0, renderer.tokenizer)
 
 
-def _tell(report: "TrainReport", data: Path, model: str, data_dir: Path | None) -> None:
+def _again(context: click.Context) -> str:
+    """The command that resumes: as it was given, without the key."""
+    words = ["tinker-local", "train"]
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        if not given or parameter.name in ("api_key", "resume"):
+            continue
+        if isinstance(parameter, click.Argument):
+            words.append(str(value))
+        elif getattr(parameter, "is_flag", False):
+            words.append(parameter.opts[0])
+        else:
+            for each in value if isinstance(value, tuple) else (value,):
+                words += [parameter.opts[0], str(each)]
+    return shlex.join([*words, "--resume"])
+
+
+def _tell(report: "TrainReport", model: str, data_dir: Path | None, again: str) -> None:
     """Before and after, where the checkpoint is, and commands that go on from it. `data_dir`: of a server that this
-    command started; None: of another, which may be elsewhere."""
+    command started; None: of another, which may be elsewhere. `again`: the command that resumes."""
     names = sorted({name for row in report.curve for name in row if name.startswith("held_out_")})
     for name in names:
         if (pair := report.first_and_last(name)) is not None:
             click.echo(f"{name.replace('_', ' ')}: {pair[0]:.4f} before, {pair[1]:.4f} after")
     if report.interrupted:
-        again = shlex.join(
-            ["tinker-local", "train", str(data), "--model", model, "--out", str(report.folder), "--resume"]
-        )
         click.echo(f"stopped after step {report.steps}, with a checkpoint; go on with\n{again}")
         return
     click.echo(f"checkpoint {report.saved.state}; to sample from, {report.saved.sampler}; curve in {report.folder}")
