@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import datasets  # type: ignore[import-untyped]
 import pytest
 from tinker_local.client.train.examples import Example
 from tinker_local.client.train.rendering import Renderer
@@ -27,6 +29,12 @@ def renderer_of(tiny_models: dict[str, Path]) -> Callable[..., Renderer]:
         return Renderer(tokenizer, processor if sees else None, template=template or own, options=options)
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `datasets` makes of Parquet files."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture
@@ -63,7 +71,10 @@ def masked(example: Example, tokenizer: Any) -> list[tuple[str, bool]]:
 
 
 def _text(run: Sequence[int | str], tokenizer: Any) -> str:
-    return "".join(token if isinstance(token, str) else str(tokenizer.decode([token])) for token in run)
+    return "".join(
+        str(tokenizer.decode(list(group))) if is_token else "".join(map(str, group))
+        for is_token, group in groupby(run, key=lambda token: isinstance(token, int))
+    )
 
 
 def trained_texts(example: Example, tokenizer: Any) -> list[str]:

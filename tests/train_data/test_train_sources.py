@@ -23,11 +23,6 @@ def all_of(source: Source) -> list[dict[str, Any]]:
     return [dict(source.row(at)) for at in range(len(source))]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
     def write(data: bytes | str, name: str = "data.jsonl") -> Path:

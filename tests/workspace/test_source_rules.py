@@ -27,8 +27,9 @@ BEGINNINGS = {
     "backend/http/server.py",
     "backend/process/async_child.py",
     "backend/report/make_report.py",
+    "client/train/media.py",
 }
-"""Where a process or a thread of the server begins."""
+"""Where a process or a thread of the server begins, and where the client fetches a picture in a thread for it."""
 
 
 VLLM_FOLDER = "backend/vllm_engine/"

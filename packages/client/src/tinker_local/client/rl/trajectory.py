@@ -152,7 +152,7 @@ class _Sequence:
         """The datum, as a list; empty if no position predicts a sampled token."""
         if self._positions < 2:
             return []
-        targets = np.concatenate([np.full(_length(e), e if isinstance(e, int) else 0) for e in self._elements])
+        targets = np.array([t for e in self._elements for t in ((e,) if isinstance(e, int) else (0,) * e.length)])
         logprobs, advantages = np.concatenate(self._logprobs), np.concatenate(self._advantages)
         inputs: dict[str, Any] = {"target_tokens": targets[1:].astype(np.int64)}
         if loss_fn == "cross_entropy":

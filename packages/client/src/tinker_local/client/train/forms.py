@@ -48,7 +48,7 @@ class RowMessage:
     field: str
     calls: tuple[dict[str, Any], ...] = ()
     answers: tuple[str | None, str | None] | None = None
-    """Of a tool's message: the id of the call, and the name of the tool, as far as the row has them."""
+    """Of a tool's message: the id of the call, and the name of the tool, where the row has them."""
     thoughts: str | None = None
     weight: float = 1.0
 

@@ -241,7 +241,7 @@ class _Talk:
         return self._chat.render(messages, generate=generate, options=self._options)
 
     def check_heard(self) -> None:
-        """CannotRender if the template leaves out the text of a message that is no answer."""
+        """CannotRender if the template leaves out the text of a message other than an answer."""
         asked = [at for at, message in enumerate(self._row.messages) if message.role != "assistant"]
         if self._shown(asked) < sum(marked(self._contents[at]) != self._contents[at] for at in asked):
             for at in asked:
