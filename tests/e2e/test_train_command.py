@@ -72,7 +72,7 @@ def test_ctrl_c_saves_and_the_printed_command_goes_on_with_a_server_of_its_start
         str(tmp_path / "data"),
     ]
     chosen = ["--epochs", "60", "--batch-size", "8", "--held-out", "4", "--rank", "4", "--evaluate-every", "60"]
-    environment = {"TINKER_LOCAL_SERVE_KV_CACHE": "0.25", "PYTHONUNBUFFERED": "1"}
+    environment = {"TINKER_LOCAL_SERVE_KV_CACHE": "0.25", "PYTHONUNBUFFERED": "1", "FORCE_COLOR": "1"}
     process = subprocess.Popen(
         [*COMMAND, *arguments, *chosen],
         stdout=subprocess.PIPE,

@@ -315,3 +315,18 @@ def test_trackers_get_each_step_and_evaluation_and_are_closed_on_fakes(run: Run)
     assert [step for step, _ in got[:-1]] == [0, 1, 2, 2, 3, 3]
     assert [names for _, names in got[:-1]] == [set(row) - {"step"} for row in report.curve]
     assert got[-1] == "closed"
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_can_begin_again_on_fakes(run: Run) -> None:
+    with pytest.raises(InvalidRequestError, match="track: must be one of wandb, tensorboard, trackio, not 'mlflow'"):
+        run(trackers=["mlflow"])
+
+    class Broken(Supervised):
+        def gradient(self, client: tinker.TrainingClient, rows: Any) -> Any:
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        run(objective=lambda rows, settings, folder: Broken(rows))
+    with pytest.raises(InvalidRequestError, match="has no checkpoint to go on from"):
+        run(resume=True)
+    assert list(steps(run(settings={"steps": 2}).curve)) == [1, 2]

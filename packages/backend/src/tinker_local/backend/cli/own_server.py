@@ -15,6 +15,9 @@ import click
 STOP_SECONDS = 120.0
 """Within which the server ends after it was asked to; it saves what is in memory."""
 
+COLOURS = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")
+"""Variables with which libraries write colours into a pipe, too: its `ready:` would not be found."""
+
 LAST_LINES = 12
 """Of a server that did not start, which are shown."""
 
@@ -42,7 +45,8 @@ def own_server(
     arguments = ["--model", model, "--data-dir", str(data_dir), "--port", "0", *options]
     say(f"starting tinker-local serve --model {model}; its log is {log}")
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file:
+    plain = {name: value for name, value in os.environ.items() if name not in COLOURS}
+    with log.open("w", buffering=1) as file:
         server = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(os.getpid()), *arguments],
             stdin=subprocess.DEVNULL,
@@ -51,7 +55,7 @@ def own_server(
             text=True,
             errors="replace",
             start_new_session=True,
-            env={**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"},
+            env={**plain, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"},
         )
         try:
             output = _Output(server, file.write)

@@ -109,8 +109,8 @@ def advise(facts: ModelFacts, kind: Kind, rows: int, chosen: Mapping[str, Any], 
     offer("batch_size", *batch_size_for(trained, settings.epochs))
     settings = made_of(values)
     total = Plan(np.arange(trained), settings).total
-    offer("evaluate_every", max(1, total // 10), f"ten evaluations in {total} steps")
-    offer("save_every", max(1, total // 5), f"five checkpoints in {total} steps")
+    offer("evaluate_every", max(1, total // 10), f"a tenth of {total} steps")
+    offer("save_every", max(1, total // 5), f"a fifth of {total} steps")
     settings = replace(settings, evaluate_every=values["evaluate_every"], save_every=values["save_every"])
     return Advice(settings, why, _notes(facts, kind, settings, total, trained_tokens))
 
@@ -139,6 +139,8 @@ def learning_rate_for(facts: ModelFacts, kind: Kind) -> tuple[float, str]:
     if exponent is not None and facts.width is not None:
         rate = 5e-4 * (2000 / facts.width) ** exponent
         return rate, f"5e-5 * 10 * (2000 / {facts.width}) ** {exponent}: {COOKBOOK}.hyperparam_utils.get_lr"
+    if facts.small:
+        return 1e-3, "a small model of another family: our measurement with SmolLM2-135M"
     return 2e-4, "where the cookbook has no formula: Unsloth's and TRL's guides for LoRA"
 
 

@@ -73,8 +73,8 @@ class RunFolder:
         self._checkpoints = path / "checkpoints.jsonl"
 
     def require_new(self) -> None:
-        """InvalidRequestError if a run began here."""
-        if self._run.exists():
+        """InvalidRequestError if a run here has a checkpoint. One that ended before its first is begun again."""
+        if self._checkpoints.exists():
             raise InvalidRequestError(f"out: {self.path} has a run already; resume it, or choose another folder")
 
     def begin(self, model: str, rows: Rows, settings: TrainSettings) -> RunRecord:
@@ -82,6 +82,7 @@ class RunFolder:
         self.require_new()
         record = RunRecord(uuid4().hex[:8], model, rows.kind, len(rows), fingerprint(rows), settings)
         self.path.mkdir(parents=True, exist_ok=True)
+        self._metrics.unlink(missing_ok=True)
         written = {
             "name": record.name,
             "model": record.model,

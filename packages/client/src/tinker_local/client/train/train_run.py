@@ -114,14 +114,9 @@ def train(
         client = _client(used, model, asked, facts, start)
         chat = renderer(client)
         rows = _rows(data, chat, used, model)
-        if began is None:
-            advice = advise(facts, rows.kind, len(rows), asked, _trained_tokens(rows))
-            for line in advice.lines():
-                say(line)
-            chosen = advice.settings
-        else:
+        if began is not None:
             folder.require_same(began, model, rows)
-            chosen = TrainSettings(**asked)
+        chosen = TrainSettings(**asked) if began is not None else _advised(facts, rows, asked, say)
         trained_on, held_out = split_rows(len(rows), chosen.held_out, chosen.seed)
         plan = Plan(trained_on, chosen)
         if start is not None and start.step >= plan.total:
@@ -136,10 +131,10 @@ def train(
         step = 0 if start is None else start.step
         folder.forget_after(step)
         measured = [int(row) for row in held_out]
-        loss.prepare(client, [*map(int, plan.rows_used()), *measured], start is not None, say)
         with ExitStack() as opened:
             tracked = TrackedRun(project, record.name, folder.path, chosen.as_json(), None if start is None else step)
             shown = [_open(opened, each, tracked) for each in trackers]
+            loss.prepare(client, [*map(int, plan.rows_used()), *measured], start is not None, say)
             asked_to_stop = opened.enter_context(Interrupts())
             loop = Loop(
                 client,
@@ -160,6 +155,15 @@ def train(
             saved = loop.run(step)
         done = saved.step >= plan.total
         return TrainReport(folder.path, model, chosen, saved.step, saved, not done, folder.metrics())
+
+
+def _advised(facts: ModelFacts, rows: Rows, asked: Mapping[str, Any], say: Say) -> TrainSettings:
+    """Settings of a new run; what was not asked for is said with its reason."""
+    trained = sum(trained for row in range(len(rows)) for _, trained in rows.lengths(row))
+    advice = advise(facts, rows.kind, len(rows), asked, trained)
+    for line in advice.lines():
+        say(line)
+    return advice.settings
 
 
 def begun_in(folder: RunFolder, resume: bool) -> tuple[RunRecord | None, SavedStep | None]:
@@ -245,11 +249,6 @@ def _open(opened: ExitStack, tracker: str | Tracker, run: TrackedRun) -> Tracker
     found = open_tracker(tracker, run) if isinstance(tracker, str) else tracker
     opened.callback(found.close)
     return found
-
-
-def _trained_tokens(rows: Rows) -> int:
-    """Of all rows, once each."""
-    return sum(trained for row in range(len(rows)) for _, trained in rows.lengths(row))
 
 
 def _counts(rows: Rows, plan: Plan, held_out: int) -> str:
