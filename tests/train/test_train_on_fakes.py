@@ -330,3 +330,18 @@ def test_a_run_that_ended_before_its_first_checkpoint_can_begin_again_on_fakes(r
     with pytest.raises(InvalidRequestError, match="has no checkpoint to go on from"):
         run(resume=True)
     assert list(steps(run(settings={"steps": 2}).curve)) == [1, 2]
+
+
+def test_a_run_that_was_killed_goes_on_from_its_last_whole_checkpoint_on_fakes(run: Run, tmp_path: Path) -> None:
+    whole = run(settings={"save_every": 2})
+    out = tmp_path / "part"
+    run(out=out, say=_interrupt_at(run, "step 6/9  loss"), settings={"save_every": 2})
+    checkpoints, curve = out / "checkpoints.jsonl", out / "metrics.jsonl"
+    kept = [line for line in checkpoints.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= 4]
+    checkpoints.write_text("".join(kept) + '{"step": 6, "sta')  # as kill -9 leaves it
+    with curve.open("a") as file:
+        file.write('{"step": 9, "lo')
+    resumed = run(out=out, resume=True)
+    assert steps(resumed.curve) == steps(whole.curve)
+    assert [row["step"] for row in resumed.curve if "loss" in row] == list(range(1, 10))
+    assert [json.loads(line)["step"] for line in checkpoints.read_text().splitlines()] == [2, 4, 6, 8, 9]

@@ -127,8 +127,10 @@ class RunFolder:
 
     def forget_after(self, step: int) -> None:
         """Cut the curve off behind a checkpoint from which the run goes on, as these steps are done again."""
-        kept = [row for row in self.metrics() if row["step"] <= step]
-        self._metrics.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        for file in (self._metrics, self._checkpoints):
+            kept = [row for row in _lines(file) if row["step"] <= step]
+            if file.exists():  # and without a last line that was not written to its end
+                file.write_text("".join(json.dumps(row) + "\n" for row in kept))
 
     def saved(self, step: int, state: str, sampler: str, ttl_seconds: int | None) -> SavedStep:
         """Remember a checkpoint that was just saved."""
