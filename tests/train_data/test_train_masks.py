@@ -83,6 +83,29 @@ def test_marks_that_cut_a_token_are_refused(rows_of: Callable[..., FileRows], re
         rows_of(says("a?", "one"), renderer=renderer_of(AFTER_A_NOTE.replace("NOTE", "note ")))
 
 
+@pytest.mark.parametrize("template", [WITHIN, WITHOUT_END, WITH_MORE, OF_ALL])
+def test_what_is_trained_is_in_hugging_faces_mask_but_for_headers_and_ends(
+    rows_of: Callable[..., FileRows], renderer_of: Callable[..., Renderer], template: str
+) -> None:
+    """Where the marks are as they should be, both are the same."""
+    renderer, row = renderer_of(template), says("a?", "one two", "b?", "three")
+    (example,) = rows_of(row, renderer=renderer).examples(0)  # type: ignore[misc]
+    inputs = example.datum.loss_fn_inputs
+    ours = [0, *map(int, inputs["weights"].tolist())]
+    tokens = [example.datum.model_input.to_ints()[0], *inputs["target_tokens"].tolist()]
+    told = renderer.tokenizer.apply_chat_template(
+        row["messages"], chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+    )
+    theirs = told["assistant_masks"][: len(tokens)]
+    assert told["input_ids"][: len(tokens)] == tokens
+    end = renderer.tokenizer.convert_tokens_to_ids(END)
+    if template == WITHIN:
+        assert ours == theirs
+    differ = [token for token, one, other in zip(tokens, ours, theirs, strict=True) if one > other]
+    assert {*differ} <= {end}
+    assert bool(differ) == (template == WITHOUT_END)
+
+
 def test_marks_that_hold_nothing_of_an_answer_are_refused(rows_of: Callable[..., FileRows], renderer_of: Any) -> None:
     around_headers = marked("{% generation %}{% endgeneration %}{{ message.content + '<|im_end|>\\n' }}", "")
     with pytest.raises(BadRows, match=r"messages\[1\]: the chat template marks nothing of this answer"):
@@ -134,6 +157,64 @@ def test_the_rest_of_a_thought_that_the_prompt_opens_is_trained(masks: Masks) ->
         ("<|quad_start|><|box_start|>a?<|box_end|><think>\n", False),
         (f"hm\n</think>\n\none{END}", True),
     ]
+
+
+TURN_AND_TEXT_END = templates.CHATML.replace(
+    "{% endfor %}", "{% endfor %}{% if not add_generation_prompt %}EOS{% endif %}"
+)
+"""Phi-3: behind the end of the turn and a line break, EOS ends a text that is not continued."""
+
+
+def test_nothing_behind_the_end_of_a_turn_is_trained(masks: Masks) -> None:
+    (found,) = masks(says("a?", "one", "b?", "two"), TURN_AND_TEXT_END.replace("EOS", END))
+    assert [text for text, trained in found if trained] == [f"one{END}", f"two{END}"]
+    assert found[-1][1]
+
+
+def test_text_behind_the_end_of_a_turn_is_refused(
+    rows_of: Callable[..., FileRows], renderer_of: Callable[..., Renderer]
+) -> None:
+    with pytest.raises(BadRows, match=r"messages\[1\]: the chat template writes 'bye' behind the end of the answer"):
+        rows_of(says("a?", "one"), renderer=renderer_of(TURN_AND_TEXT_END.replace("EOS", "bye")))
+
+
+CLOSES_A_THOUGHT = templates.CHATML.replace(
+    "message['content'] +", "('<think></think>' if message.role == 'assistant' else '') + message['content'] +"
+).replace(
+    "assistant\\n' }}{% endif",
+    "assistant\\n' + ('<think></think>' if enable_thinking is false else '<think>\\n') }}{% endif",
+)
+"""Nemotron 3: an answer without a thought has an empty one in history, and the prompt opens one."""
+
+
+def test_an_answer_is_not_trained_within_a_thought_that_only_the_prompt_opens(
+    rows_of: Callable[..., FileRows], renderer_of: Callable[..., Renderer], masks: Masks
+) -> None:
+    reason = r"never closes with </think> the thought .*; chat_template_kwargs may set enable_thinking"
+    with pytest.raises(BadRows, match=reason):
+        rows_of(says("a?", "one"), renderer=renderer_of(CLOSES_A_THOUGHT))
+    row = {**says("a?", "one"), "chat_template_kwargs": {"enable_thinking": False}}
+    (found,) = masks(row, CLOSES_A_THOUGHT)
+    assert found[0][0].endswith("assistant\n<think></think>")
+    assert found[1:] == [(f"one{END}", True)]
+
+
+def test_a_thought_behind_one_that_the_prompt_has_closed_is_refused(
+    rows_of: Callable[..., FileRows], renderer_of: Callable[..., Renderer]
+) -> None:
+    row = {**says("a?", THOUGHT), "chat_template_kwargs": {"enable_thinking": False}}
+    with pytest.raises(BadRows, match="begins with <think>, but the template's prompt ends in '<think></think>'"):
+        rows_of(row, renderer=renderer_of(CLOSES_A_THOUGHT))
+
+
+def test_thoughts_go_into_the_field_that_the_template_reads(masks: Masks) -> None:
+    """The word `reasoning` is in the text of this template, as in gpt-oss's, which reads `thinking`."""
+    template = templates.CHATML.replace("{% for", "reasoning: low {% for", 1).replace(
+        "+ message['content']", "+ (message.thinking or '') + message['content']"
+    )
+    row = {"messages": [*says("a?")["messages"], {"role": "assistant", "content": "one", "reasoning_content": "hm "}]}
+    (found,) = masks(row, template)
+    assert found[-1] == (f"hm one{END}", True)
 
 
 def test_an_answer_without_the_thought_that_the_prompt_opens_is_refused(

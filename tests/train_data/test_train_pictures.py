@@ -5,16 +5,18 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets  # type: ignore[import-untyped]
 import numpy as np
 import PIL.Image
 import pytest
+from tinker_local.backend.families import family_of
 from tinker_local.backend.http.openai_bodies import ChatBody
 from tinker_local.backend.models.load_engines import load_renderer
 from tinker_local.backend.rendering.hf_text import HFText
-from tinker_local.backend.rendering.rendered_input import ImageTokens
+from tinker_local.backend.tiny_models import make_tiny_vl_model
 from tinker_local.client.train.examples import BadRows, Example
 from tinker_local.client.train.media import Media, MediaRules
 from tinker_local.client.train.rendering import Renderer
@@ -22,7 +24,7 @@ from tinker_local.client.train.rows import FileRows, read_rows
 from tinker_local.types import InvalidRequestError
 from tinker_local.types.sdk import from_sdk
 
-from tests.train_data.conftest import masked
+from tests.train_data.conftest import masked, trained_texts
 from tests.web_site import PUBLIC, Site, public_site
 
 ANSWER = {"role": "assistant", "content": "red"}
@@ -71,14 +73,17 @@ def write(folder: Path, *rows: Any) -> Path:
 
 
 class Served:
-    """The text codec and the renderer of a server of the tiny vision model."""
+    """The text codec and the renderer of a server of a tiny vision model."""
 
     def __init__(self, path: Path) -> None:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(path)
-        marks = ImageTokens(config.vision_start_token_id, config.image_token_id, config.vision_end_token_id)
-        self.text = HFText.load(str(path), marks)
+        vision = family_of(config.model_type, "").vision
+        assert vision is not None
+        self.path = path
+        self.marks = vision.tokens(config)
+        self.text = HFText.load(str(path), self.marks)
         self.renderer = load_renderer(str(path))
 
     def ids(self, messages: Any, **asked: Any) -> tuple[list[int], Any]:
@@ -98,6 +103,11 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tiny_models: dict[str, Path]) -> Served:
     return Served(tiny_models["tiny/vision"])
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served(make_tiny_vl_model(tmp_path_factory.mktemp("gemma") / "model", family="gemma3"))
 
 
 TOOLS: Any = [{"type": "function", "function": {"name": "zoom", "description": "Look closer", "parameters": {}}}]
@@ -144,6 +154,86 @@ def test_a_prompt_is_what_the_chat_endpoint_renders_for_the_same_messages(
     for one, other in zip(pixels, their_pixels, strict=True):
         np.testing.assert_array_equal(one, other)
     assert answer == "red"
+
+
+class FakeClient:
+    """What a training client says of its model."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def get_info(self) -> Any:
+        return SimpleNamespace(model_data=SimpleNamespace(tokenizer_id=str(self.path)))
+
+    def get_tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.path)
+
+
+@pytest.mark.parametrize("model", ["served", "gemma"])
+def test_a_renderer_of_a_fake_client_reads_what_the_server_reads(
+    request: pytest.FixtureRequest, rows_of: Callable[..., FileRows], model: str
+) -> None:
+    """Gemma 3 has one number of positions for all pictures, and a processor that writes marks and line breaks."""
+    served: Served = request.getfixturevalue(model)
+    renderer = Renderer.of(FakeClient(served.path))  # type: ignore[arg-type]
+    for talk in ("a picture before a text", "between texts that would join", "two, one of them a WebP", "text alone"):
+        rows = rows_of(TALKS[talk], renderer=renderer)
+        ours, answer = rows.prompt(0)
+        ids, pixels = served.read(from_sdk(ours))
+        their_ids, their_pixels = served.ids(TALKS[talk]["messages"][:-1])
+        assert ids == their_ids
+        for one, other in zip(pixels, their_pixels, strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert answer == "red"
+        (example,) = rows.examples(0)  # type: ignore[misc]
+        assert trained_texts(example, renderer.tokenizer) == [
+            "red<end_of_turn>" if model == "gemma" else "red<|im_end|>"
+        ]
+        assert example.length == len(ids) + example.trained
+
+
+def test_a_forged_mark_of_a_picture_is_text(rows_of: Callable[..., FileRows], gemma: Served) -> None:
+    renderer = Renderer.of(FakeClient(gemma.path))  # type: ignore[arg-type]
+    prompt, _ = rows_of(asks("a <start_of_image> <image_soft_token>", URL), renderer=renderer).prompt(0)
+    assert [hasattr(chunk, "data") for chunk in prompt.chunks] == [False, True, False]
+
+
+def test_tools_that_only_the_language_models_template_has_are_rendered_with_pictures_as_on_a_server(
+    rows_of: Callable[..., FileRows], served: Served, tiny_models: dict[str, Path]
+) -> None:
+    """Qwen2.5-VL as published: the processor's template has pictures and no tools, the tokenizer's has tools alone."""
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    path = tiny_models["tiny/vision"]
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
+        "{{ '<|im_start|>' + message.role + '\\n' + message.content }}"
+        "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}"
+        "{# tool #}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    processors = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}{% if message.content is string %}"
+        "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
+        "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+        "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    renderer = Renderer(tokenizer, AutoImageProcessor.from_pretrained(path), template=processors)
+    assert served.text is not None
+    codec = HFText(tokenizer, served.marks, processors)
+    for talk, has_tools in (("a tool that is called", True), ("several turns", False)):
+        row = TALKS[talk]
+        ours, _ = rows_of(row, renderer=renderer).prompt(0)
+        asked = {"tools": TOOLS} if has_tools else {}
+        body = ChatBody.model_validate({"model": "tiny", "messages": row["messages"][:-1], **asked})
+        offered = body.offered()
+        functions = [] if offered is None else [tool.as_function() for tool in offered.tools]
+        theirs = codec.chat(body.as_chat(), {}, go_on=False, functions=functions)
+        assert served.read(from_sdk(ours))[0] == served.read(theirs)[0]
+        text = tokenizer.decode(served.read(theirs)[0])
+        assert ("zoom" in text) == has_tools
 
 
 def test_a_datum_has_the_prompt_the_answer_and_targets_of_weight_0_at_pictures(

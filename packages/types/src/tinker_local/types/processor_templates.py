@@ -1,6 +1,7 @@
-"""Which chat template a model that sees has. Needs transformers."""
+"""What the processor of a model that sees says: its chat template, the positions of an image. Needs transformers."""
 
 from collections.abc import Mapping
+from typing import Any
 
 
 def processor_template(model: str) -> str | None:
@@ -10,10 +11,21 @@ def processor_template(model: str) -> str | None:
     `chat_template.json`, and its language model's, which only joins texts, in `tokenizer_config.json`. Where both are
     in `chat_template.jinja` they are the same.
     """
+    found = _processor(model).get("chat_template")
+    return found.get("default") if isinstance(found, Mapping) else found
+
+
+def processor_positions(model: str) -> int | None:
+    """The positions that the processor of a folder or hub name has for every image, as Gemma 3's; None if it has no
+    such number."""
+    found = _processor(model).get("image_seq_length")
+    return found if isinstance(found, int) else None
+
+
+def _processor(model: str) -> Mapping[str, Any]:
     from transformers import ProcessorMixin
 
     try:
-        found = ProcessorMixin.get_processor_dict(model)[0].get("chat_template")
+        return dict(ProcessorMixin.get_processor_dict(model)[0])
     except OSError:  # the model does not exist, or its files cannot be fetched
-        return None
-    return found.get("default") if isinstance(found, Mapping) else found
+        return {}

@@ -19,7 +19,7 @@ from tinker_local.client.image_marks import QWEN
 from tinker_local.client.rl.environment import Message
 from tinker_local.types import InvalidRequestError
 from tinker_local.types.control_tokens import control_tokens, control_tokens_in_replies, special_tokens
-from tinker_local.types.processor_templates import processor_template
+from tinker_local.types.processor_templates import processor_positions, processor_template
 
 Chunk: TypeAlias = tinker.ModelInputChunk
 
@@ -108,7 +108,7 @@ class Chat:
         Loads tokenizer, image processor and the processor's chat template from the folder or hub name that the server
         gives for the tokenizer.
         """
-        tokenizer, processor, template = files_of(client)
+        tokenizer, processor, template, _ = files_of(client)
         return cls(tokenizer, processor, **{"template": template, **settings})
 
     @property
@@ -198,6 +198,11 @@ class Chat:
     def words(self, tools: Sequence[Mapping[str, Any]] = ()) -> set[str]:
         """The words of the template, among which are its variables; of the one for `tools`, where there are several."""
         return {*_WORD.findall(str(self.tokenizer.get_chat_template(self._template, tools=list(tools) or None)))}
+
+    def reads(self, field: str, tools: Sequence[Mapping[str, Any]] = ()) -> bool:
+        """Whether the template looks at a field of messages, as `message.field` or by its name in quotes."""
+        template = str(self.tokenizer.get_chat_template(self._template, tools=list(tools) or None))
+        return re.search(rf"""\.{field}\b|['"]{field}['"]""", template) is not None
 
     def _check_tools(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> None:
         """ChatTemplateError for tools that a given template, as a processor's, would leave out without a word."""
@@ -350,11 +355,12 @@ class Chat:
         return prompt.removeprefix(begin) if prompt.startswith(begin) else ""
 
 
-def files_of(client: tinker.TrainingClient) -> tuple[Any, Any, str | None]:
-    """Tokenizer, image processor and the processor's chat template of the model that `client` trains.
+def files_of(client: tinker.TrainingClient) -> tuple[Any, Any, str | None, int | None]:
+    """Tokenizer, image processor, the processor's chat template and its number of positions for every image, of the
+    model that `client` trains.
 
-    They come from the folder or hub name that the server gives for the tokenizer. The last two are None for a language
-    model.
+    They come from the folder or hub name that the server gives for the tokenizer. The last three are None for a
+    language model, and the last one where the number depends on the image.
     """
     from transformers import AutoImageProcessor
 
@@ -363,9 +369,10 @@ def files_of(client: tinker.TrainingClient) -> tuple[Any, Any, str | None]:
     try:
         processor = AutoImageProcessor.from_pretrained(model)
     except (OSError, ValueError):  # a language model has none; an image then raises an error
-        return tokenizer, None, None
+        return tokenizer, None, None, None
     # From where the tokenizer came, which may be a copy of the server's files (`served_names.py`).
-    return tokenizer, processor, processor_template(getattr(tokenizer, "name_or_path", "") or model)
+    folder = getattr(tokenizer, "name_or_path", "") or model
+    return tokenizer, processor, processor_template(folder), processor_positions(folder)
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -88,9 +88,12 @@ class Media:
         self._fetched = tempfile.TemporaryDirectory(prefix="tinker-local-media-") if self._hosts else None
         self._lock = threading.Lock()
 
-    def chunk(self, value: str | bytes, image_processor: Any, field: str) -> tinker.types.ImageChunk:
+    def chunk(
+        self, value: str | bytes, image_processor: Any, field: str, positions: int | None = None
+    ) -> tinker.types.ImageChunk:
         """A picture as a chunk with its number of positions: a path, a `file:`, `data:` or `http(s):` URL, or the bytes
-        of a file. Raises InvalidRequestError, which begins with `field`."""
+        of a file. `positions`: of every picture; None: `image_processor` counts them. Raises InvalidRequestError, which
+        begins with `field`."""
         if image_processor is None:
             raise InvalidRequestError(f"{field}: is a picture, and this model has no image processor: it reads text")
         data = value if isinstance(value, bytes) else self._read(value, field)
@@ -103,7 +106,10 @@ class Media:
             raise InvalidRequestError(
                 f"{field}: {width} x {height} pixels are {width * height}, the limit is {MAX_PIXELS}; make it smaller"
             )
-        return chunk_of(data, image_processor, "png", field)
+        if positions is None:
+            return chunk_of(data, image_processor, "png", field)
+        sent = chunk_of(data, None, "png", field)
+        return tinker.types.ImageChunk(data=sent.data, format=sent.format, expected_tokens=positions)
 
     def _read(self, name: str, field: str) -> bytes:
         try:

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 import tinker
-from tinker_local.client.image_marks import QWEN
-from tinker_local.client.rl.chat import END_THINK, MARK, Chat, ChatTemplateError, files_of
+from tinker_local.client.rl.chat import END_THINK, MARK, THINK, Chat, ChatTemplateError, files_of
 from tinker_local.client.rl.conversation import behind_prefill, marked, squeezed
 from tinker_local.client.rl.environment import Message
 from tinker_local.client.rl.trajectory import Turn, turns_to_data
 from tinker_local.client.train.examples import Example
 from tinker_local.client.train.forms import Answered, Dialogue, Picture, RowMessage, Written
 from tinker_local.client.train.media import Media
+from tinker_local.client.train.picture_places import PicturePlaces, places_of
 from tinker_local.types import InvalidRequestError
 
 _PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -92,6 +92,7 @@ class Renderer:
         image_processor: The model's HF processor of images; None for a language model.
         template: The processor's chat template, or another one to use instead of the tokenizer's.
         options: Variables of the template for all rows, e.g. {"enable_thinking": False}.
+        image_positions: Of every picture, where the model's processor has one number for all (Gemma 3).
     """
 
     def __init__(
@@ -101,7 +102,9 @@ class Renderer:
         *,
         template: str | None = None,
         options: Mapping[str, Any] | None = None,
+        image_positions: int | None = None,
     ) -> None:
+        self._places = places_of(tokenizer, image_positions)
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self._template = template
@@ -113,8 +116,8 @@ class Renderer:
     def of(cls, client: tinker.TrainingClient, **settings: Any) -> "Renderer":
         """The format of the model that `client` trains, from the files that the server names; `settings` as for the
         constructor."""
-        tokenizer, processor, template = files_of(client)
-        return cls(tokenizer, processor, **{"template": template, **settings})
+        tokenizer, processor, template, positions = files_of(client)
+        return cls(tokenizer, processor, **{"template": template, "image_positions": positions, **settings})
 
     def answers(self, form: Answered, media: Media) -> list[Answer]:
         """The answers to train of a row, in order. Reads its pictures. Raises CannotRender."""
@@ -144,7 +147,8 @@ class Renderer:
     def _make_chat(self, template: str | None, variables: tuple[tuple[str, str, Any], ...]) -> Chat:
         """`variables`: name, type (True is not 1 in a template) and value."""
         options = self._options | {name: value for name, _, value in variables}
-        return Chat(self.tokenizer, self.image_processor, template=template, options=options)
+        place = self._places.pad
+        return Chat(self.tokenizer, self.image_processor, template=template, options=options, image_token=place)
 
     def _chosen(self, row: Dialogue) -> tuple[Chat, bool]:
         """The chat of a row, and whether its template takes pictures as text. As on a server, it is the processor's
@@ -170,20 +174,21 @@ class Renderer:
 
     def _answers(self, row: Dialogue, media: Media) -> list[Answer]:
         chat, in_text = self._chosen(row)
-        words = chat.words(row.tools)
+        thoughts = next((name for name in _THOUGHTS if chat.reads(name, row.tools)), None)
         contents: list[dict[str, Any]] = []
         images: list[list[tinker.types.ImageChunk]] = []
         for message in row.messages:
-            content, found = chat.content(self._message(message, media, words), message.field)
-            contents.append(_pictures_in_text(content) if in_text else content)
+            content, found = chat.content(self._message(message, media, thoughts), message.field)
+            contents.append(self._in_text(content) if in_text else content)
             images.append(found)
-        talk = _Talk(chat, row, contents, images, {"tools": [chat.protect_all(tool) for tool in row.tools] or None})
+        tools = [chat.protect_all(tool) for tool in row.tools] or None
+        talk = _Talk(chat, self._places, row, contents, images, {"tools": tools})
         talk.check_heard()
         trained = (at for at, message in enumerate(row.messages) if message.role == "assistant" and message.weight)
         return [talk.answer(at) for at in trained if at >= row.given]
 
-    def _message(self, message: RowMessage, media: Media, words: set[str]) -> Message:
-        """As `Chat` takes it, with its pictures read."""
+    def _message(self, message: RowMessage, media: Media, thoughts: str | None) -> Message:
+        """As `Chat` takes it, with its pictures read. `thoughts`: what the template calls them."""
         parts = tuple(self._picture(part, media) if isinstance(part, Picture) else part for part in message.parts)
         further: dict[str, Any] = {}
         if message.calls:
@@ -192,29 +197,27 @@ class Renderer:
             names = zip(("tool_call_id", "name"), message.answers, strict=True)
             further |= {name: value for name, value in names if value is not None}
         if message.thoughts is not None:
-            name = next((name for name in _THOUGHTS if name in words), None)
-            if name is None:
+            if thoughts is None:
                 raise CannotRender(f"{message.field}.{_THOUGHTS[0]}", _NO_THOUGHTS)
-            further[name] = message.thoughts
+            further[thoughts] = message.thoughts
         return Message(message.role, parts, further)
 
     def _picture(self, picture: Picture, media: Media) -> tinker.types.ImageChunk:
         try:
-            return media.chunk(picture.value, self.image_processor, picture.field)
+            return media.chunk(picture.value, self.image_processor, picture.field, self._places.positions)
         except InvalidRequestError as error:
             raise CannotRender(picture.field, str(error).removeprefix(f"{picture.field}: ")) from error
 
+    def _in_text(self, content: dict[str, Any]) -> dict[str, Any]:
+        """For a template of the language model alone: pictures as what stands for them, in one text."""
+        if isinstance(content["content"], str):
+            return content
+        picture = self._places.written or self._places.in_text
+        texts = [part["text"] if part["type"] == "text" else picture for part in content["content"]]
+        return {**content, "content": "".join(texts)}
+
 
 _NO_THOUGHTS = "the chat template of this model shows no thoughts; write them into content as the model does"
-
-
-def _pictures_in_text(content: dict[str, Any]) -> dict[str, Any]:
-    """For a template of the language model alone: pictures as their tokens, in one text."""
-    if isinstance(content["content"], str):
-        return content
-    picture = f"{QWEN.start}{QWEN.pad}{QWEN.end}"
-    texts = [part["text"] if part["type"] == "text" else picture for part in content["content"]]
-    return {**content, "content": "".join(texts)}
 
 
 class _Talk:
@@ -223,12 +226,14 @@ class _Talk:
     def __init__(
         self,
         chat: Chat,
+        places: PicturePlaces,
         row: Dialogue,
         contents: Sequence[dict[str, Any]],
         images: Sequence[Sequence[tinker.types.ImageChunk]],
         options: Mapping[str, Any],
     ) -> None:
         self._chat = chat
+        self._places = places
         self._row = row
         self._contents = contents
         self._images = images
@@ -259,23 +264,22 @@ class _Talk:
         chat, field = self._chat, self._row.messages[at].field
         prompt = self._render(self._contents[:at], generate=True)
         whole = self._render(self._contents[: at + 1], generate=False)
-        given = tinker.ModelInput(chunks=chat.chunks(prompt, [image for each in self._images[:at] for image in each]))
-        shown = self._shown_of(at, whole)
+        images = [image for each in self._images[:at] for image in each]
+        given = tinker.ModelInput(chunks=chat.chunks(self._places.complete(prompt), images))
+        before = self._render(self._contents[:at], generate=False)
+        begun = prompt.removeprefix(before) if prompt.startswith(before) else prompt
+        begun = begun[begun.find(THINK) :] if THINK in begun else ""
+        shown = squeezed(whole[len(before) :] if whole.startswith(before) else whole)
         begins = whole.startswith(prompt)
         hidden = self._hidden(at, shown)
-        if begins and not hidden:
+        if begins and not hidden and not (END_THINK in begun and whole[len(prompt) :].lstrip().startswith(THINK)):
             tokens, trained = self._as_rendered(at, whole, len(prompt))
         else:
             why = f"leaves out {hidden}" if hidden else "begins the answer otherwise than its prompt does"
-            tokens = self._as_written(at, shown, why)
+            tokens = self._as_written(at, shown, begun or chat.prefill, why)
             trained = [True] * len(tokens)
         end = len(tokens) - (tokens[-1] in self._ends)
         return Answer(given, tuple(tokens), tuple(trained), chat.decode(tokens[:end]), field)
-
-    def _shown_of(self, at: int, whole: str) -> str:
-        """What the template writes of the answer `at`, the last message of `whole`, without white space."""
-        before = self._render(self._contents[:at], generate=False)
-        return squeezed(whole[len(before) :] if whole.startswith(before) else whole)
 
     def _hidden(self, at: int, shown: str) -> str:
         """What the template does not show of an answer; "" if it shows all."""
@@ -288,13 +292,15 @@ class _Talk:
             return "a call"
         return ""
 
-    def _as_written(self, at: int, shown: str, why: str) -> list[int]:
+    def _as_written(self, at: int, shown: str, begun: str, why: str) -> list[int]:
         """The tokens of an answer that is all text, as a model writes it behind the template's prompt: templates drop
-        thoughts from what a model reads again, and not from what it writes. All but the thoughts must be `shown`."""
+        thoughts from what a model reads again, and not from what it writes. All but the thoughts must be `shown`.
+        `begun`: the thought that the prompt opens, or has closed."""
         message, chat = self._row.messages[at], self._chat
+        hint = "; chat_template_kwargs may set enable_thinking" if begun and "enable_thinking" in chat.words() else ""
         if message.calls or message.thoughts:
             name = "tool_calls" if message.calls else _THOUGHTS[0]
-            reason = f"the chat template {why}; write all of it into content, as the model writes it"
+            reason = f"the chat template {why}; write all of it into content, as the model writes it{hint}"
             raise CannotRender(f"{message.field}.{name}", reason)
         if not chat.stop:
             raise CannotRender(message.field, _NO_END)
@@ -302,9 +308,9 @@ class _Talk:
         if squeezed(chat.protect_reply(text.rpartition(END_THINK)[2])) not in shown:
             raise CannotRender(f"{message.field}.content", f"the chat template {why}, and changes what it shows")
         try:
-            text = behind_prefill(text, chat.prefill)
+            text = behind_prefill(text, begun)
         except InvalidRequestError as error:
-            raise CannotRender(f"{message.field}.content", str(error).removeprefix("reply: ")) from error
+            raise CannotRender(f"{message.field}.content", f"{error}{hint}".removeprefix("reply: ")) from error
         return [*chat.encode(chat.protect_reply(text), continued=True), *chat.stop]
 
     def _as_rendered(self, at: int, whole: str, begin: int) -> tuple[list[int], list[bool]]:
@@ -323,11 +329,15 @@ class _Talk:
             raise CannotRender(field, "a token crosses the border of what the chat template marks as the answer")
         if not any(trained):
             raise CannotRender(field, "the chat template marks nothing of this answer as the assistant's")
-        last = next((place for place in reversed(range(len(tokens))) if tokens[place] in self._ends), None)
-        if last is None:
+        ends = [place for place, token in enumerate(tokens) if token in self._ends]
+        if not ends:
             return self._ended(field, tokens, trained)
-        if behind := chat.decode(tokens[last + 1 :], special=True).strip():
-            raise CannotRender(field, f"the chat template writes {behind[:40]!r} behind the end of the answer")
+        last = ends[0]
+        while tokens[last + 1 : last + 2] and tokens[last + 1] in self._ends:  # an end of the answer and of the turn
+            last += 1
+        behind = [token for token in tokens[last + 1 :] if token not in self._ends]  # Phi-3 has EOS behind a blank
+        if text := chat.decode(behind, special=True).strip():
+            raise CannotRender(field, f"the chat template writes {text[:40]!r} behind the end of the answer")
         # The end is trained also where the template's marks leave it out: the model would never learn to stop.
         return tokens[: last + 1], [*trained[:last], True]
 

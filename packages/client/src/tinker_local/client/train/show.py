@@ -35,10 +35,7 @@ class ShownToken:
 def shown_tokens(example: Example, tokenizer: Any) -> list[ShownToken]:
     """All tokens of an example in order, the last target too. A picture is one of them, with its positions."""
     inputs = example.datum.loss_fn_inputs
-    weights = [
-        0.0,
-        *inputs["weights"].to_numpy().tolist(),
-    ]  # of the token at each position; the first cannot be a target
+    weights = [0.0, *inputs["weights"].to_numpy().tolist()]  # of each token; the first cannot be a target
     found: list[ShownToken] = []
     at = 0
     for chunk in example.datum.model_input.chunks:

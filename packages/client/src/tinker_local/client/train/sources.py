@@ -252,7 +252,7 @@ class _Ambiguous(Exception):
 def _plain(value: Any, feature: Any, field: str) -> Any:
     """A value as the row had it: without the nulls of fields that Arrow gives to all objects of a column, and with JSON
     that is stored as text."""
-    if isinstance(feature, _library().Json):
+    if isinstance(feature, getattr(_library(), "Json", ())):  # which earlier versions do not have
         return json.loads(value) if isinstance(value, str) else value
     if isinstance(value, dict):
         inner = feature if isinstance(feature, Mapping) else {}
