@@ -345,3 +345,24 @@ def test_a_run_that_was_killed_goes_on_from_its_last_whole_checkpoint_on_fakes(r
     assert steps(resumed.curve) == steps(whole.curve)
     assert [row["step"] for row in resumed.curve if "loss" in row] == list(range(1, 10))
     assert [json.loads(line)["step"] for line in checkpoints.read_text().splitlines()] == [2, 4, 6, 8, 9]
+
+
+def test_dpo_begins_with_the_weights_of_a_checkpoint_and_they_are_its_reference_on_fakes(
+    run: Run, tmp_path: Path
+) -> None:
+    first = run()
+    pairs = run(Sums(kind="preference"), out=tmp_path / "pairs", start_from=first.saved.state, settings={"steps": 2})
+    assert pairs.settings.rank == 4
+    assert steps(pairs.curve)[1] == pytest.approx(0.6931471805599453, abs=1e-9)
+    rows, service = Sums(), run.service
+    client = service.create_training_client_from_state(first.saved.state).result()
+    kept = {row: chosen for row, chosen, _ in map(json.loads, (tmp_path / "pairs" / "reference.jsonl").open())}
+    for row in list(kept)[:3]:
+        (output,) = client.forward([rows.examples(row)[0].datum], "cross_entropy").result().loss_fn_outputs  # type: ignore[index]
+        assert kept[row] == pytest.approx(float(output["logprobs"].to_numpy()[3:].astype(float).sum()), rel=1e-6)
+    for given, words in (
+        ({"start_from": f"{first.saved.state}x"}, "start_from: the server does not have"),
+        ({"start_from": first.saved.state, "settings": {"rank": 8}}, "rank: .* has rank 4, so it cannot be 8"),
+    ):
+        with pytest.raises(InvalidRequestError, match=words):
+            run(out=tmp_path / "other", **given)

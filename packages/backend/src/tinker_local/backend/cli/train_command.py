@@ -61,6 +61,7 @@ def setting_options(command: F) -> F:
 @click.argument("data", type=click.Path(path_type=Path), callback=lambda c, p, v: Path(not_empty(c, p, str(v))))
 @click.option("--model", required=True, metavar="NAME[=PATH]", help="The base model, as of serve.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="The run's folder. Default: runs/DATA.")
+@click.option("--start-from", metavar="CHECKPOINT", help="Begin with its weights, as DPO does with those of SFT.")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint of the run in --out.")
 @click.option(
     "--url",
@@ -88,6 +89,7 @@ def train(
     data: Path,
     model: str,
     out: Path | None,
+    start_from: str | None,
     resume: bool,
     url: str | None,
     api_key: str,
@@ -133,6 +135,7 @@ def train(
             settings=given,
             base_url=url,
             api_key=api_key,
+            start_from=start_from,
             resume=resume,
             evaluation=how,
             trackers=trackers,

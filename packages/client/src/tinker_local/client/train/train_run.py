@@ -71,6 +71,7 @@ def train(
     base_url: str | None = None,
     api_key: str | None = None,
     service: tinker.ServiceClient | None = None,
+    start_from: str | None = None,
     resume: bool = False,
     evaluation: Evaluation | None = None,
     objective: Callable[[Rows, TrainSettings, RunFolder], Objective] | None = None,
@@ -91,6 +92,8 @@ def train(
         base_url: As of `ServiceClient`.
         api_key: As of `ServiceClient`.
         service: A client to use instead, for example one with a backend in this process; it is not closed.
+        start_from: A checkpoint whose weights the run begins with, `tinker://RUN/weights/NAME`, for example one of SFT
+            before DPO; its rank is the run's. By default a new adapter.
         resume: Go on from the last checkpoint of the run in `out`, with its settings.
         evaluation: Scores answers to held-out rows; `read_evaluation` makes one. The held-out loss is always measured.
         objective: Makes what the steps minimise; by default `Supervised`, or `Preferences` for pairs.
@@ -111,7 +114,12 @@ def train(
         asked = check_unchanged(began.settings, asked, folder.path).as_json()
     with _session(service, base_url, api_key) as used:
         facts = facts_of(model, _config(used, model))
-        client = _client(used, model, asked, facts, start)
+        if start is not None:
+            client = _resumed(used, start)
+        elif start_from is not None:
+            client, asked = _started(used, model, start_from, asked)
+        else:
+            client = _new(used, model, asked, facts)
         chat = renderer(client)
         rows = _rows(data, chat, used, model)
         if began is not None:
@@ -226,13 +234,34 @@ def _config(service: tinker.ServiceClient, model: str) -> Mapping[str, Any] | No
     return found if isinstance(found, dict) else None
 
 
-def _client(
-    service: tinker.ServiceClient, model: str, asked: Mapping[str, Any], facts: ModelFacts, start: SavedStep | None
+def _new(
+    service: tinker.ServiceClient, model: str, asked: Mapping[str, Any], facts: ModelFacts
 ) -> tinker.TrainingClient:
-    """A new adapter, or the one of the checkpoint with its optimizer. InvalidRequestError if that is gone."""
-    if start is None:
-        rank, seed = asked.get("rank", rank_for(facts)[0]), asked.get("seed", 0)
-        return service.create_lora_training_client(base_model=model, rank=rank, seed=seed).result()
+    """An adapter with first weights, made of the seed."""
+    rank, seed = asked.get("rank", rank_for(facts)[0]), asked.get("seed", 0)
+    return service.create_lora_training_client(base_model=model, rank=rank, seed=seed).result()
+
+
+def _started(
+    service: tinker.ServiceClient, model: str, path: str, asked: dict[str, Any]
+) -> tuple[tinker.TrainingClient, dict[str, Any]]:
+    """One with the weights of a checkpoint and a new optimizer, and `asked` with its rank. InvalidRequestError if there
+    is no such checkpoint, or it has another rank than was asked for, or another base model."""
+    try:
+        client = service.create_training_client_from_state(path).result()
+    except tinker.NotFoundError as error:
+        raise InvalidRequestError(f"start_from: the server does not have {path}: {error}") from None
+    info = client.get_info()
+    if info.model_name not in (None, model):
+        raise InvalidRequestError(f"start_from: {path} is of {info.model_name}, not of {model}")
+    rank = info.lora_rank
+    if rank is not None and asked.get("rank", rank) != rank:
+        raise InvalidRequestError(f"rank: {path} has rank {rank}, so it cannot be {asked['rank']}; leave it out")
+    return client, asked if rank is None else {**asked, "rank": rank}
+
+
+def _resumed(service: tinker.ServiceClient, start: SavedStep) -> tinker.TrainingClient:
+    """The one of the run's checkpoint, with its optimizer. InvalidRequestError if that is gone."""
     try:
         return service.create_training_client_from_state_with_optimizer(start.state).result()
     except tinker.NotFoundError as error:
