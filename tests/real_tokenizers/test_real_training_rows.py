@@ -322,6 +322,11 @@ def test_what_does_not_fit_is_never_cut_within_an_answer(smol: Any, read: Callab
         assert [tokens_of(each) for each in short.examples(0)] == [tokens_of(each) for each in firsts.examples(0)]  # type: ignore[union-attr]
         assert short.shortened == 1
         assert short.prompt(0)[1] == "2"
+    assert len(read(smol, {"messages": messages[:4]}, most_tokens=two)) == 1
+    with pytest.raises(
+        BadRows, match=rf"messages\[3\]: with this answer the row has {two} tokens, at most {two - 1} fit"
+    ):
+        read(smol, {"messages": messages[:4]}, most_tokens=two - 1)
     with pytest.raises(BadRows, match=r"messages\[1\]: with this answer"):
         read(smol, row, most_tokens=20, too_long="shorten")
     exact = read(smol, row, most_tokens=whole, too_long="shorten")

@@ -73,6 +73,12 @@ BROKEN: list[tuple[Any, str, str]] = [
     ({"messages": [Q, A], "tools": {"name": "look"}}, "tools", "must be a list of tools"),
     ({"messages": [Q, A], "tools": [{"name": "look"}]}, "tools[0]", 'must be {"type": "function"'),
     ({"messages": [Q, A], "tools": TOOLS * 2}, "tools", "'look' is there twice"),
+    (
+        {"messages": [Q, A], "tools": [{"type": "function", "function": {"name": "a", "parameters": {"b": "\ud800"}}}]},
+        "tools[0].function.parameters",
+        "half of a surrogate pair",
+    ),
+    (called(arguments='{"a":' * 70 + "1" + "}" * 70), "messages[1].tool_calls[0].function.arguments", "64 levels"),
     ({"messages": [Q, {"role": "tool", "content": "1"}, A]}, "messages[1]", "a tool's, and no call is before it"),
     (
         {"messages": [Q, {"role": "assistant", "tool_calls": [CALL]}, Q, A]},

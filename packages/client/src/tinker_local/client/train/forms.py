@@ -24,7 +24,7 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _DEEPEST = 64
-"""Levels of the arguments of a call."""
+"""Levels of the arguments of a call, and of the schema of a tool."""
 
 _MISSING: Any = object()
 
@@ -426,11 +426,15 @@ def _arguments(reader: _Reader, value: Any, field: str) -> dict[str, Any]:
         kind = "missing" if value is _MISSING else f"not {_kind(value)}"
         reader.refuse(field, f"must be a JSON object, or the text of one, {kind}")
         return {}
+    return value if _check_json(reader, value, field) else {}
+
+
+def _check_json(reader: _Reader, value: dict[str, Any], field: str) -> bool:
+    """Whether an object is not nested too deeply and has texts that can be encoded."""
     if _depth(value) > _DEEPEST:
         reader.refuse(field, f"nested more than {_DEEPEST} levels deep")
-        return {}
-    reader.text(json.dumps(value, ensure_ascii=False, default=str), field)
-    return value
+        return False
+    return bool(reader.text(json.dumps(value, ensure_ascii=False, default=str), field))
 
 
 def _depth(value: Any) -> int:
@@ -470,6 +474,8 @@ def _tool(reader: _Reader, value: Any, field: str) -> dict[str, Any] | None:
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         reader.refuse(f"{field}.function.parameters", f"must be a JSON schema, not {_kind(parameters)}")
+    elif parameters is not None:
+        _check_json(reader, parameters, f"{field}.function.parameters")
     found: dict[str, Any] = {"name": name}
     if (description := function.get("description")) is not None:
         found["description"] = reader.text(description, f"{field}.function.description")

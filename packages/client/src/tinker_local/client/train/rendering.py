@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import tinker
-from tinker_local.client.rl.chat import END_THINK, MARK, THINK, Chat, ChatTemplateError, files_of
+from tinker_local.client.rl.chat import END_THINK, MARK, THINK, Chat, files_of
 from tinker_local.client.rl.conversation import behind_prefill, marked, squeezed
 from tinker_local.client.rl.environment import Message
 from tinker_local.client.rl.trajectory import Turn, turns_to_data
@@ -125,7 +125,7 @@ class Renderer:
             return [self._written(form)]
         try:
             return self._answers(form, media)
-        except ChatTemplateError as error:
+        except InvalidRequestError as error:
             raise CannotRender("", str(error)) from error
 
     # Texts -----------------------------------------------------------------------------------------------------------
