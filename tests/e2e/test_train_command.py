@@ -10,9 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import PIL.Image
 import pytest
 
-from tests.conftest import TEXT, Server
+from tests.conftest import TEXT, VISION, Server
 
 pytestmark = pytest.mark.more
 
@@ -132,6 +133,25 @@ def test_preferences_are_judged_on_a_running_server(real_server: Server, tmp_pat
     assert "reference: logprobs of 20 pairs" in done.stdout
     assert "chosen: " in done.stdout
     assert "rejected: " in done.stdout
+
+
+def test_pictures_are_trained_and_evaluated(real_server: Server, tmp_path: Path) -> None:
+    rows = []
+    for at, colour in enumerate(["red", "green", "blue", "white"] * 3):
+        PIL.Image.new("RGB", (56, 56), colour).save(tmp_path / f"{at}.png")
+        asked = [{"type": "image_url", "image_url": {"url": f"{at}.png"}}, {"type": "text", "text": "Which colour?"}]
+        rows.append({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": colour}]})
+    data = tmp_path / "colours.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run(
+        *(str(data), "--model", VISION, "--url", real_server.url, "--out", str(tmp_path / "run"), "--eval", "choice"),
+        *("--epochs", "8", "--held-out", "4", "--rank", "8", "--samples-shown", "1"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = metrics(tmp_path / "run", "loss")
+    assert losses[len(losses)] < 0.5 * losses[1]
+    assert re.search(r"<picture, \d+ positions>", done.stdout)
+    assert set(metrics(tmp_path / "run", "held_out_choice")) >= {0, len(losses)}
 
 
 def test_all_bad_rows_are_listed_and_can_be_skipped(real_server: Server, tmp_path: Path) -> None:

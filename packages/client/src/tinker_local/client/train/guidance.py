@@ -129,7 +129,7 @@ def learning_rate_for(facts: ModelFacts, kind: Kind) -> tuple[float, str]:
     """A peak learning rate, and why."""
     if kind == "preference":
         if facts.tiny:
-            return 1e-3, "DPO of a tiny model: our measurement"
+            return 3e-3, "DPO of a tiny model: our measurement"
         if facts.small:
             return 1e-4, "DPO of a small model: our measurement"
         return 1e-5, f"DPO in {COOKBOOK} (train_dpo); Unsloth's guide has 5e-6"
