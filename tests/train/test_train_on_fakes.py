@@ -366,3 +366,16 @@ def test_dpo_begins_with_the_weights_of_a_checkpoint_and_they_are_its_reference_
     ):
         with pytest.raises(InvalidRequestError, match=words):
             run(out=tmp_path / "other", **given)
+
+
+def test_a_judge_that_fails_late_loses_no_steps_on_fakes(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(
+        "calls = []\n\ndef judge(reply, row):\n    calls.append(1)\n    return 1 / (len(calls) <= 8)\n"
+    )
+    evaluation = read_evaluation(f"{tmp_path / 'judge.py'}:judge")
+    with pytest.raises(InvalidRequestError, match="ends with ZeroDivisionError"):
+        run(settings={"evaluate_every": 3, "save_every": 0}, evaluation=evaluation)  # 4 rows at steps 0, 3 and 6
+    saved = RunFolder(run.out).last_saved()
+    assert saved is not None
+    assert saved.step == 6
+    assert run(resume=True).steps == 9

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+ROWS_TO_TELL = 20_000
+"""Rows of a data set whose reading is told of."""
+
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as of a shell."""
 
@@ -170,7 +173,14 @@ class Reading:
             skip_bad=self.skip_bad,
             most_tokens=min(context, self.most_tokens or context),
             too_long=self.too_long,
+            progress=_told_of_rows,
         )
+
+
+def _told_of_rows(done: int, rows: int) -> None:
+    """A line for each tenth of a data set that takes a while to read."""
+    if rows >= ROWS_TO_TELL and (done * 10) % rows < 10 and done < rows:
+        click.echo(f"read {done:,} of {rows:,} rows", err=True)
 
 
 @contextmanager

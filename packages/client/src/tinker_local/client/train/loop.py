@@ -96,7 +96,7 @@ class Loop:
             saved = None
             if self._held_out and self._due(step, self._settings.evaluate_every):
                 self._drain()
-                self._evaluate(step)
+                self._evaluate_or_save(step)
             if step < self._plan.total and self._settings.save_every and step % self._settings.save_every == 0:
                 self._drain()
                 saved = self._save(step, self._settings.ttl_seconds)
@@ -179,6 +179,14 @@ class Loop:
         for each in answered[: self._settings.samples_shown]:
             self._say(f"    row {each.row}: says {_shown(each.said)}, wanted {_shown(each.wanted)}")
         self._seconds = time.monotonic()
+
+    def _evaluate_or_save(self, step: int) -> None:
+        """`_evaluate`; if it fails, as a judge of the user's may, the steps so far are saved first."""
+        try:
+            self._evaluate(step)
+        except ApiError:
+            self._save(step, self._settings.ttl_seconds)
+            raise
 
     def _answers(self) -> list[Answered]:
         """Of some of the held-out rows, evenly spread; scored if there is an evaluation."""

@@ -122,8 +122,9 @@ def train(
             client = _new(used, model, asked, facts)
         chat = renderer(client)
         rows = _rows(data, chat, used, model)
-        if began is not None:
+        if began is not None and start is not None:
             folder.require_same(began, model, rows)
+            say(f"{folder.path}: going on after step {start.step}, from {start.state}")
         chosen = TrainSettings(**asked) if began is not None else _advised(facts, rows, asked, say)
         trained_on, held_out = split_rows(len(rows), chosen.held_out, chosen.seed)
         plan = Plan(trained_on, chosen)
