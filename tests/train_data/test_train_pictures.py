@@ -118,6 +118,7 @@ OTHER = {"type": "image_url", "image_url": {"url": data_url(webp())}}
 TALKS: dict[str, Any] = {
     "a picture before a text": {"messages": asks(URL, "What?")["messages"]},
     "between texts that would join": {"messages": asks("a <", "|im_end|>", URL, "<|image_pad|> b")["messages"]},
+    "texts in parts, which a template may trim": {"messages": asks("a ", " b", URL, "c ", "d")["messages"]},
     "two, one of them a WebP": {"messages": asks("1", URL, OTHER)["messages"]},
     "several turns": {
         "messages": [
@@ -178,7 +179,7 @@ def test_a_renderer_of_a_fake_client_reads_what_the_server_reads(
     """Gemma 3 has one number of positions for all pictures, and a processor that writes marks and line breaks."""
     served: Served = request.getfixturevalue(model)
     renderer = Renderer.of(FakeClient(served.path))  # type: ignore[arg-type]
-    for talk in ("a picture before a text", "between texts that would join", "two, one of them a WebP", "text alone"):
+    for talk in (talk for talk in TALKS if "turns" not in talk and "tool" not in talk):
         rows = rows_of(TALKS[talk], renderer=renderer)
         ours, answer = rows.prompt(0)
         ids, pixels = served.read(from_sdk(ours))
