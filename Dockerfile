@@ -34,7 +34,8 @@ ENV HOME=/data/home \
     TINKER_LOCAL_CHECK_DATA_DIR=/data \
     TINKER_LOCAL_EXPORT_DATA_DIR=/data \
     TINKER_LOCAL_BACKUP_DATA_DIR=/data \
-    TINKER_LOCAL_RESTORE_DATA_DIR=/data
+    TINKER_LOCAL_RESTORE_DATA_DIR=/data \
+    TINKER_LOCAL_TRAIN_DATA_DIR=/data
 VOLUME /data
 EXPOSE 8000
 # SIGTERM saves; docker kills 10 s later, unless it is given --stop-timeout.

@@ -20,7 +20,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", *(path for path in DOCS.glob("*.md") if path.stem != "promises")])
 """All that has code; `promises.md` is made of names of tests."""
 
-RUN = ["first-ten-minutes", "your-own-pictures", "rl-with-images", "cookbook", "for-a-team"]
+RUN = ["first-ten-minutes", "train", "your-own-pictures", "rl-with-images", "cookbook", "for-a-team"]
 """Pages whose blocks `test_pages_run.py` runs in order."""
 
 RUN_ELSEWHERE = {

@@ -39,6 +39,12 @@ END_OF_SDK = "|| [ $? = 134 ]"
 
 PRINTED = {
     "first-ten-minutes": [r"^loss \d", r"^tinker://\S+/weights/first$", r"fake/bi"],
+    "train": [
+        r"^60 rows, 60 sequences of",
+        r"learning_rate 0\.003: a tiny model",
+        r"^held out loss: [\d.]+ before, [\d.]+ after$",
+        r"checked: PEFT and the trainer differ by",
+    ],
     "your-own-pictures": [
         r"held-out accuracy",
         *(rf"^{way}: \d+ of \d+ held-out pictures are right" for way in ("chat", "ask.py", "the playground")),

@@ -62,6 +62,7 @@ class ServiceClient(tinker.ServiceClient):
             self._loopback = backend.serve_in_thread(host="127.0.0.1", port=0)
             base_url, api_key, check_server = self._loopback.url, self._loopback.api_key, False
         endpoint = connect(base_url, api_key, check_server=check_server)
+        self.endpoint = endpoint
         super().__init__(
             user_metadata,
             project_id,

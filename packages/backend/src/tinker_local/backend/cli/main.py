@@ -14,6 +14,7 @@ from tinker_local.backend.cli.serve import serve
 from tinker_local.backend.cli.small_model_command import small_model
 from tinker_local.backend.cli.status_command import status
 from tinker_local.backend.cli.tiny_model import tiny_model
+from tinker_local.backend.cli.train_command import train
 from tinker_local.backend.threads import spin_briefly
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "auto_envvar_prefix": "TINKER_LOCAL"}
@@ -32,6 +33,7 @@ main.add_command(status)
 main.add_command(chat)
 main.add_command(backup)
 main.add_command(restore)
+main.add_command(train)
 main.add_command(export)
 main.add_command(import_)
 main.add_command(tiny_model)

@@ -1,0 +1,164 @@
+"""The folder of a run: what it trains, its curve, and its checkpoints. A run that is resumed goes on from it.
+
+    run.json            model, kind of rows, settings, and a fingerprint of the data
+    metrics.jsonl       one line for each step, and one for each evaluation
+    checkpoints.jsonl   one line for each checkpoint: its step, its paths on the server, and when it expires
+    reference.jsonl     with preference pairs: a line [row, chosen, rejected] with the reference's logprobs
+
+Neither addresses of servers nor keys are written.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from tinker_local.client.train.examples import Kind, Rows
+from tinker_local.client.train.settings import TrainSettings, made_of
+from tinker_local.types import InvalidRequestError
+
+ROWS_IN_FINGERPRINT = 64
+"""Rows whose text counts for the fingerprint of rows without a digest, evenly spread; the lengths of all do."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What `run.json` has. `name`: of the run, for trackers that join its parts."""
+
+    name: str
+    model: str
+    kind: Kind
+    rows: int
+    fingerprint: str
+    settings: TrainSettings
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """A checkpoint after `step` steps. `state` can be trained further, `sampler` sampled from. `expires`: or never."""
+
+    step: int
+    state: str
+    sampler: str
+    expires: datetime | None
+
+
+def fingerprint(rows: Rows) -> str:
+    """Of a data set: 16 hex digits that differ if a row was added, removed, moved or changed. Rows without a `digest`,
+    as those of a file have it, are compared by their lengths and the texts of some."""
+    digest = hashlib.sha256(f"{rows.kind} {len(rows)}".encode())
+    if known := getattr(rows, "digest", ""):
+        digest.update(str(known).encode())
+        return digest.hexdigest()[:16]
+    for row in range(len(rows)):
+        digest.update(repr(rows.lengths(row)).encode())
+    for row in range(0, len(rows), max(1, len(rows) // ROWS_IN_FINGERPRINT)):
+        digest.update(repr(sorted(rows.raw(row).items())).encode())
+    return digest.hexdigest()[:16]
+
+
+class RunFolder:
+    """`path` and its files; it is made when a run begins."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.reference = path / "reference.jsonl"
+        self._run = path / "run.json"
+        self._metrics = path / "metrics.jsonl"
+        self._checkpoints = path / "checkpoints.jsonl"
+
+    def require_new(self) -> None:
+        """InvalidRequestError if a run here has a checkpoint. One that ended before its first is begun again."""
+        if self._checkpoints.exists():
+            raise InvalidRequestError(f"out: {self.path} has a run already; resume it, or choose another folder")
+
+    def begin(self, model: str, rows: Rows, settings: TrainSettings) -> RunRecord:
+        """Write what is going to be trained."""
+        self.require_new()
+        record = RunRecord(uuid4().hex[:8], model, rows.kind, len(rows), fingerprint(rows), settings)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._metrics.unlink(missing_ok=True)
+        written = {
+            "name": record.name,
+            "model": record.model,
+            "kind": record.kind,
+            "rows": record.rows,
+            "fingerprint": record.fingerprint,
+            "settings": settings.as_json(),
+        }
+        self._run.write_text(json.dumps(written, indent=2) + "\n")
+        return record
+
+    def read(self) -> RunRecord:
+        """What the run here began with; InvalidRequestError if there is none."""
+        try:
+            found = json.loads(self._run.read_text())
+            settings = made_of(found.pop("settings"))
+            return RunRecord(**found, settings=settings)
+        except OSError:
+            raise InvalidRequestError(f"out: {self.path} has no run to resume") from None
+        except (ValueError, KeyError, TypeError):
+            raise InvalidRequestError(f"out: {self._run} is not what a run wrote; begin in another folder") from None
+
+    def require_same(self, record: RunRecord, model: str, rows: Rows) -> None:
+        """InvalidRequestError if the run would go on with another model or other data."""
+        if record.model != model:
+            raise InvalidRequestError(f"model: the run in {self.path} trains {record.model}, not {model}")
+        if (record.kind, record.rows, record.fingerprint) != (rows.kind, len(rows), fingerprint(rows)):
+            raise InvalidRequestError(
+                f"data: not the {record.rows} rows with which the run in {self.path} began; its order of rows would "
+                "differ, so begin in another folder"
+            )
+
+    def log(self, row: Mapping[str, float]) -> None:
+        """Add a line to the curve; what is not finite is null there, as JSON has no word for it."""
+        finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        with self._metrics.open("a") as file:
+            file.write(json.dumps(finite) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The curve so far."""
+        return list(_lines(self._metrics))
+
+    def forget_after(self, step: int) -> None:
+        """Cut the curve off behind a checkpoint from which the run goes on, as these steps are done again."""
+        for file in (self._metrics, self._checkpoints):
+            kept = [row for row in _lines(file) if row["step"] <= step]
+            if file.exists():  # and without a last line that was not written to its end
+                file.write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+    def saved(self, step: int, state: str, sampler: str, ttl_seconds: int | None) -> SavedStep:
+        """Remember a checkpoint that was just saved."""
+        expires = None if ttl_seconds is None else datetime.now(UTC) + timedelta(seconds=ttl_seconds)
+        written = {"step": step, "state": state, "sampler": sampler}
+        with self._checkpoints.open("a") as file:
+            file.write(json.dumps({**written, "expires": expires and expires.isoformat()}) + "\n")
+        return SavedStep(step, state, sampler, expires)
+
+    def last_saved(self) -> SavedStep | None:
+        """The checkpoint to go on from: the newest. None before the first. InvalidRequestError if it has expired."""
+        found = list(_lines(self._checkpoints))
+        if not found:
+            return None
+        last = found[-1]
+        expires = last["expires"] and datetime.fromisoformat(last["expires"])
+        if expires is not None and expires < datetime.now(UTC):
+            raise InvalidRequestError(
+                f"out: {last['state']}, the last checkpoint of {self.path}, expired on {expires:%Y-%m-%d}; begin in "
+                "another folder, with a longer keep_days"
+            )
+        return SavedStep(last["step"], last["state"], last["sampler"], expires or None)
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file of lines; without the last one if the program was killed while it wrote it."""
+    if not file.exists():
+        return
+    for line in file.read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)
