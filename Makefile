@@ -12,7 +12,7 @@ BOOTSTRAP := sh scripts/bootstrap.sh </dev/null
 SOURCES := packages/types/src packages/client/src packages/backend/src
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo wheels test test-more test-ray test-vllm mutations mutants check format proto serve bench bench-tiny advisories clean
+.PHONY: help setup demo wheels test test-more test-ray test-vllm judges mutations mutants check format proto serve bench bench-tiny advisories clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -52,6 +52,10 @@ check: setup ## format, lint, types, circles of imports, mutations that no longe
 	$(BIN)/mypy $(SOURCES) tests
 	$(BIN)/python tests/mutations.py --check
 	$(BIN)/python scripts/import_circles.py
+
+judges: setup ## lm-eval and inspect for tests/judge, in an environment of their own: .test-files/judges
+	PATH="$$PATH:$$PWD/.uv/bin" UV_PROJECT_ENVIRONMENT="$$PWD/.test-files/judges" \
+		uv sync --quiet --frozen --project examples/judge
 
 mutations: export OMP_NUM_THREADS ?= 1
 mutations: setup ## break a line for each mutation and see its test fail: ARGS="--only NAME" for one

@@ -1,6 +1,6 @@
 """lm-eval and inspect judge a base model and a checkpoint through the endpoints, by the commands of docs/judge.md.
 
-Both are run by the Python of `JUDGE_PYTHON`, or by this one, if it has them."""
+Both are run by the Python of `make judges`, or by that of `JUDGE_PYTHON`."""
 
 import json
 import os
@@ -44,12 +44,12 @@ def ended(command: list[str], **environment: str) -> str:
     return done.stdout
 
 
-def python_with(package: str, install: str) -> str:
+def python_with(package: str) -> str:
     """A Python that has `package`."""
-    python = os.environ.get("JUDGE_PYTHON", sys.executable)
-    found = subprocess.run([python, "-c", f"import {package}"], capture_output=True, stdin=subprocess.DEVNULL)
-    if found.returncode != 0:
-        pytest.skip(f"{python} has no {package}: pip install '{install}', or JUDGE_PYTHON names a Python that has it")
+    python = os.environ.get("JUDGE_PYTHON", str(ROOT / ".test-files" / "judges" / "bin" / "python"))
+    has = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package}') is None)"
+    if not Path(python).exists() or subprocess.run([python, "-c", has], stdin=subprocess.DEVNULL).returncode:
+        pytest.skip(f"{python} has no {package}: make judges, or JUDGE_PYTHON names a Python that has it")
     return python
 
 
@@ -65,7 +65,7 @@ def checkpoint(real_server: Server) -> str:
 
 def lm_eval(server: Server, model: str, tokenizer: Path, out: Path) -> dict[str, Any]:
     """The results, and in `samples` those of each task by row."""
-    python = python_with("lm_eval", "lm-eval[api]")
+    python = python_with("lm_eval")
     given = f"model={model},base_url={server.url}/v1/completions,tokenizer={tokenizer},max_length=1024,max_retries=1"
     command = [python, "-m", "lm_eval", "run", "--model", "local-completions", "--model_args", given]
     command += ["--tasks", "sums_choice,sums_answer", "--include_path", "examples/judge", "--apply_chat_template"]
@@ -80,7 +80,7 @@ def lm_eval(server: Server, model: str, tokenizer: Path, out: Path) -> dict[str,
 
 def inspect(server: Server, model: str, out: Path) -> dict[str, Any]:
     """The log of one evaluation."""
-    python = python_with("inspect_ai", "inspect-ai")
+    python = python_with("inspect_ai")
     command = [
         python,
         "-m",
