@@ -12,7 +12,7 @@ from tinker_local.client.train import TrainReport, read_evaluation, train
 from tinker_local.client.train.examples import Kind
 
 from tests.conftest import TEXT, Server
-from tests.train.sums import Sums, TokenNames
+from tests.train.rows_of_sums import Sums, TokenNames
 
 SETTINGS: dict[Kind, dict[str, Any]] = {
     "sft": {"learning_rate": 5e-3, "batch_size": 8, "epochs": 4.0, "held_out": 4, "rank": 8, "weight_decay": 0.01},

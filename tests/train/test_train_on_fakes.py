@@ -20,7 +20,7 @@ from tinker_local.client.train.objectives import Supervised
 from tinker_local.client.train.run_folder import RunFolder
 from tinker_local.types import InvalidRequestError
 
-from tests.train.sums import Sums, TokenNames
+from tests.train.rows_of_sums import Sums, TokenNames
 
 SETTINGS: dict[str, Any] = {"learning_rate": 0.05, "batch_size": 8, "epochs": 3.0, "held_out": 4, "rank": 4}
 

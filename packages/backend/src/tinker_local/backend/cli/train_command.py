@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 ROWS_TO_TELL = 20_000
-"""Rows of a data set whose reading is told of."""
+"""Rows of a data set from which on the command says how far it has read."""
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as of a shell."""

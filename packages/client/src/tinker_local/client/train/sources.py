@@ -210,7 +210,7 @@ def _library() -> Any:
         import datasets  # type: ignore[import-untyped]
     except ImportError:
         raise InvalidRequestError(
-            "data: Parquet and saved data sets need the library datasets: pip install 'tinker-local-client[train]'"
+            "data: Parquet and saved data sets need the library datasets: pip install datasets"
         ) from None
     return datasets
 
