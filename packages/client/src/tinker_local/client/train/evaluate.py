@@ -147,7 +147,8 @@ class Answerer:
         if not rows:
             return []
         if longest is None:
-            longest = 8 + max(self.rows.lengths(row)[0][1] for row in rows)
+            asked_for = 0 if self.rows.kind == "preference" else -1  # the answer of `Rows.prompt`
+            longest = 8 + max(self.rows.lengths(row)[asked_for][1] for row in rows)
         params = tinker.SamplingParams(max_tokens=longest, temperature=0.0, stop=list(self.stop) or None)
         asked = [self.rows.prompt(row) for row in rows]
         futures = [sampler.sample(prompt, 1, params) for prompt, _ in asked]
