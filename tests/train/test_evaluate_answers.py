@@ -91,6 +91,13 @@ def test_an_error_in_a_judge_names_it_and_the_reply(tmp_path: Path) -> None:
         score("green", "x", ROW)
 
 
+def test_a_judge_that_ends_the_program_is_an_error_in_words(tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text("def right(reply, row):\n    raise SystemExit(0)\n")
+    score = read_evaluation(f"{tmp_path / 'judge.py'}:right").score_of([])
+    with pytest.raises(InvalidRequestError, match="ends with SystemExit: 0 on the reply 'green'"):
+        score("green", "x", ROW)
+
+
 @pytest.mark.parametrize(("kind", "longest"), [("sft", 48), ("preference", 13)])
 def test_answers_may_be_longer_than_the_one_that_is_asked_for_on_a_fake_sampler(kind: str, longest: int) -> None:
     """A row of several sequences is asked for its last answer, and a pair for the chosen one."""

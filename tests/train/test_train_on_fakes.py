@@ -154,6 +154,12 @@ def test_ctrl_c_saves_a_checkpoint_and_gives_signals_back_on_fakes(run: Run, cap
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
+def test_an_evaluation_without_held_out_rows_is_refused_on_fakes(run: Run) -> None:
+    with pytest.raises(InvalidRequestError, match=r"eval: .* held_out is 0"):
+        run(settings={"held_out": 0}, evaluation=read_evaluation("exact"))
+    assert not run.out.exists()
+
+
 def test_a_disk_that_is_full_when_a_run_resumes_loses_no_path_of_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
