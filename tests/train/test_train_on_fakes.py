@@ -154,6 +154,18 @@ def test_ctrl_c_saves_a_checkpoint_and_gives_signals_back_on_fakes(run: Run, cap
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
+def test_a_folder_in_which_no_checkpoint_was_written_to_its_end_is_begun_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for text in ("", '{"step": 5, "sta'):
+        (tmp_path / "checkpoints.jsonl").write_text(text)
+        assert folder.last_saved() is None
+        folder.require_new()
+    folder.forget_after(0)
+    folder.saved(1, "tinker://a/weights/step-1", "tinker://a/sampler_weights/step-1", None)
+    with pytest.raises(InvalidRequestError, match="has a run already"):
+        folder.require_new()
+
+
 def test_an_evaluation_without_held_out_rows_is_refused_on_fakes(run: Run) -> None:
     with pytest.raises(InvalidRequestError, match=r"eval: .* held_out is 0"):
         run(settings={"held_out": 0}, evaluation=read_evaluation("exact"))

@@ -74,7 +74,7 @@ class RunFolder:
 
     def require_new(self) -> None:
         """InvalidRequestError if a run here has a checkpoint. One that ended before its first is begun again."""
-        if self._checkpoints.exists():
+        if any(True for _ in _lines(self._checkpoints)):  # not the empty file of a disk that was full
             raise InvalidRequestError(f"out: {self.path} has a run already; resume it, or choose another folder")
 
     def begin(self, model: str, rows: Rows, settings: TrainSettings) -> RunRecord:
