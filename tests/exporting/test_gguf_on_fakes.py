@@ -134,6 +134,20 @@ def test_a_type_that_the_fake_quantiser_does_not_list_is_refused_before_anything
         find_llama_cpp(llama_folder, "q4_0")
 
 
+def test_a_folder_relative_to_here_reaches_programs_that_run_elsewhere_on_fakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = "import pathlib, sys; pathlib.Path(sys.argv[{}]).write_bytes(pathlib.Path(sys.argv[1], '{}').read_bytes())"
+    convert, quantize = ((sys.executable, "-c", copy.format(*each)) for each in ((3, "weights"), (2, "")))
+    found = llama_cpp.LlamaCpp(convert, quantize, "a fake")
+    (tmp_path / "out" / "merged").mkdir(parents=True)
+    (tmp_path / "out" / "merged" / "weights").write_text("numbers")
+    monkeypatch.chdir(tmp_path)
+    found.write(Path("out/merged"), Path("out/model-f32.gguf"), "f32", "name")
+    found.requantize(Path("out/model-f32.gguf"), Path("out/model-q4_0.gguf"), "q4_0")
+    assert (tmp_path / "out" / "model-q4_0.gguf").read_text() == "numbers"
+
+
 def test_without_a_converter_the_three_commands_are_said_on_fakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

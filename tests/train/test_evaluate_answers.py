@@ -1,10 +1,12 @@
 """Scores of answers: exact, choice, and functions of the user's."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tinker_local.client.train.evaluate import choice, exact, read_evaluation
+import tinker
+from tinker_local.client.train.evaluate import Answerer, choice, exact, read_evaluation
 from tinker_local.types import InvalidRequestError
 
 ROW: dict[str, Any] = {"prompt": "?", "level": 3}
@@ -87,3 +89,28 @@ def test_an_error_in_a_judge_names_it_and_the_reply(tmp_path: Path) -> None:
     score = read_evaluation(f"{tmp_path / 'judge.py'}:right").score_of([])
     with pytest.raises(InvalidRequestError, match="ends with KeyError: 'none' on the reply 'green'"):
         score("green", "x", ROW)
+
+
+def test_a_judge_that_ends_the_program_is_an_error_in_words(tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text("def right(reply, row):\n    raise SystemExit(0)\n")
+    score = read_evaluation(f"{tmp_path / 'judge.py'}:right").score_of([])
+    with pytest.raises(InvalidRequestError, match="ends with SystemExit: 0 on the reply 'green'"):
+        score("green", "x", ROW)
+
+
+@pytest.mark.parametrize(("kind", "longest"), [("sft", 48), ("preference", 13)])
+def test_answers_may_be_longer_than_the_one_that_is_asked_for_on_a_fake_sampler(kind: str, longest: int) -> None:
+    """A row of several sequences is asked for its last answer, and a pair for the chosen one."""
+    asked: list[tinker.SamplingParams] = []
+
+    def sample(_prompt: Any, _count: int, params: tinker.SamplingParams) -> Any:
+        asked.append(params)
+        answer = SimpleNamespace(sequences=[SimpleNamespace(tokens=[1])])
+        return SimpleNamespace(result=lambda: answer)
+
+    rows: Any = SimpleNamespace(
+        kind=kind, lengths=lambda _row: [(20, 5), (90, 40)], prompt=lambda _row: (tinker.ModelInput.empty(), "x")
+    )
+    sampler: Any = SimpleNamespace(sample=sample)
+    Answerer(rows, lambda _tokens: "x").answers(sampler, [0], None)
+    assert [params.max_tokens for params in asked] == [longest]

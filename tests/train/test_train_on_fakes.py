@@ -154,6 +154,47 @@ def test_ctrl_c_saves_a_checkpoint_and_gives_signals_back_on_fakes(run: Run, cap
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
+def test_a_folder_in_which_no_checkpoint_was_written_to_its_end_is_begun_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for text in ("", '{"step": 5, "sta'):
+        (tmp_path / "checkpoints.jsonl").write_text(text)
+        assert folder.last_saved() is None
+        folder.require_new()
+    folder.forget_after(0)
+    folder.saved(1, "tinker://a/weights/step-1", "tinker://a/sampler_weights/step-1", None)
+    with pytest.raises(InvalidRequestError, match="has a run already"):
+        folder.require_new()
+
+
+def test_an_evaluation_without_held_out_rows_is_refused_on_fakes(run: Run) -> None:
+    with pytest.raises(InvalidRequestError, match=r"eval: .* held_out is 0"):
+        run(settings={"held_out": 0}, evaluation=read_evaluation("exact"))
+    assert not run.out.exists()
+
+
+def test_a_disk_that_is_full_when_a_run_resumes_loses_no_path_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.saved(1, "tinker://a/weights/step-1", "tinker://a/sampler_weights/step-1", None)
+    folder.saved(2, "tinker://a/weights/step-2", "tinker://a/sampler_weights/step-2", None)
+
+    def full(path: Path, text: str, *_: object, **__: object) -> int:
+        path.open("w").write(text[:10])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match="No space left"):
+            folder.forget_after(1)
+    saved = folder.last_saved()
+    assert saved is not None
+    assert saved.step == 2
+    folder.forget_after(1)
+    assert (saved := folder.last_saved()) is not None
+    assert saved.step == 1
+
+
 def test_a_second_ctrl_c_ends_at_once_on_fakes(run: Run) -> None:
     def say(line: str) -> None:
         if line.startswith("step 2/9  loss"):

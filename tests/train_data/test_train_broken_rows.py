@@ -68,6 +68,10 @@ BROKEN: list[tuple[Any, str, str]] = [
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "rejected", "is equal to chosen"),
     ({"chosen": [Q, A], "rejected": [{**Q, "content": "Who?"}, A]}, "prompt", "do not begin with the same messages"),
     (called(arguments="{at: 1}"), "messages[1].tool_calls[0].function.arguments", "a text that is not JSON"),
+    (called(arguments='{"at": 1, "at": 2}'), "messages[1].tool_calls[0].function.arguments", "field 'at' twice"),
+    (called(arguments='{"at": NaN}'), "messages[1].tool_calls[0].function.arguments", "NaN or infinite"),
+    (called(arguments='{"at": 1e999}'), "messages[1].tool_calls[0].function.arguments", "NaN or infinite"),
+    ({"messages": [Q, A], "tools": '[{"a": 1, "a": 2}]'}, "tools", "field 'a' twice"),
     (called(arguments="[1]"), "messages[1].tool_calls[0].function.arguments", "the text of one, not a list"),
     (called(name="see"), "messages[1].tool_calls[0].function.name", "'see' is not one of the tools"),
     ({"messages": [Q, A], "tools": {"name": "look"}}, "tools", "must be a list of tools"),
@@ -94,10 +98,12 @@ BROKEN: list[tuple[Any, str, str]] = [
     (picture(type="image", image="../secret.png"), "messages[0].content[1].image", "is not a file below"),
     (picture(type="image", image="leads_out.png"), "messages[0].content[1].image", "is not a file below"),
     (picture(type="image", image="text.png"), "messages[0].content[1].image", "no picture that can be read"),
+    (picture(type="image", image="drawn.png"), "messages[0].content[1].image", "is PostScript, a program that draws"),
     (picture(type="image"), "messages[0].content[1]", "number 1 without a path, URL or bytes, and images has 0"),
     ({"messages": [Q, A], "images": ["red.png"]}, "images", "has 1 pictures, and 0 parts"),
     (picture(type="video", video="a.mp4"), "messages[0].content[1].type", "must be text, image or image_url"),
     (data("https://pictures.example/a.png?key=secret"), "messages[0].content[1].image_url.url", "URLs are off"),
+    (data("http://user:secret@[::1/a.png"), "messages[0].content[1].image_url.url", "a URL: Invalid IPv6 URL"),
     (data("data:image/png;base64,###"), "messages[0].content[1].image_url.url", "not base64"),
     (data("data:image/png;base64,AAAA"), "messages[0].content[1].image_url.url", "no picture that can be read"),
     ({"messages": [Q, {"role": "assistant", "content": "long " * 2000}]}, "messages[1]", "tokens, at most 4096 fit"),
@@ -118,6 +124,7 @@ def broken(tmp_path: Path) -> Path:
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "text.png").write_text("no picture")
+    (folder / "drawn.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n")
     (folder / "leads_out.png").symlink_to(tmp_path / "secret.png")
     lines = []
     for row, _, _ in BROKEN:

@@ -214,3 +214,13 @@ def test_rows_of_a_file_that_does_not_fit_in_memory_are_not_held(write: Callable
     used = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert used < path.stat().st_size / 50
+
+
+def test_what_the_library_cannot_read_is_refused_in_words(write: Callable[..., Path], tmp_path: Path) -> None:
+    cut_off, empty, saved = write(b"PAR1", "cut.parquet"), tmp_path / "empty.parquet", tmp_path / "saved"
+    datasets.Dataset.from_list(ROWS).select([]).to_parquet(str(empty))
+    saved.mkdir()
+    write("{}", "saved/state.json")
+    for path in (cut_off, empty, saved):
+        with pytest.raises(InvalidRequestError, match=rf"data: the library datasets cannot read .*/{path.name}"):
+            open_source(path)

@@ -47,7 +47,8 @@ class LlamaCpp:
 
         InvalidRequestError, with the converter's own last words, if it does not.
         """
-        arguments = [str(model), "--outfile", str(file), "--outtype", kind, "--model-name", name, *options]
+        arguments = [str(model.absolute()), "--outfile", str(file.absolute()), "--outtype", kind]
+        arguments += ["--model-name", name, *options]
         said = self._run([*self.convert, *arguments], model.parent)
         if said is not None or not file.is_file():
             raise InvalidRequestError(f"--to gguf: llama.cpp's converter ({self.called}) refuses the model: {said}")
@@ -55,7 +56,8 @@ class LlamaCpp:
     def requantize(self, source: Path, file: Path, kind: str) -> None:
         """Have the quantiser write `source` into the new `file` as `kind`, with the quantiser's words if it fails."""
         assert self.quantize is not None, "find_llama_cpp refuses a type that nothing here makes"
-        said = self._run([*self.quantize, str(source), str(file), kind.upper()], source.parent)
+        files = str(source.absolute()), str(file.absolute())  # it runs in another folder
+        said = self._run([*self.quantize, *files, kind.upper()], source.parent)
         if said is not None or not file.is_file():
             raise InvalidRequestError(f"--gguf-type {kind}: llama.cpp's quantiser ({self.quantize[0]}) failed: {said}")
 

@@ -93,7 +93,7 @@ def _function(file: Path, name: str) -> Callable[[str, Mapping[str, Any]], Any]:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InvalidRequestError(f"eval: {file} ends with {type(error).__name__}: {error}") from error
     judge = getattr(module, name, None)
     if not callable(judge):
@@ -108,7 +108,7 @@ def _function(file: Path, name: str) -> Callable[[str, Mapping[str, Any]], Any]:
 def _judged(judge: Callable[[str, Mapping[str, Any]], Any], said: str, row: Mapping[str, Any], text: str) -> float:
     try:
         score = judge(said, row)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InvalidRequestError(
             f"eval: {text} ends with {type(error).__name__}: {error} on the reply {brief(said)}"
         ) from error
@@ -147,7 +147,8 @@ class Answerer:
         if not rows:
             return []
         if longest is None:
-            longest = 8 + max(self.rows.lengths(row)[0][1] for row in rows)
+            asked_for = 0 if self.rows.kind == "preference" else -1  # the answer of `Rows.prompt`
+            longest = 8 + max(self.rows.lengths(row)[asked_for][1] for row in rows)
         params = tinker.SamplingParams(max_tokens=longest, temperature=0.0, stop=list(self.stop) or None)
         asked = [self.rows.prompt(row) for row in rows]
         futures = [sampler.sample(prompt, 1, params) for prompt, _ in asked]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from tinker_local.client.train.examples import Kind, Problem
-from tinker_local.client.train.sources import RowError
+from tinker_local.client.train.sources import RowError, unique_object
 from tinker_local.types.errors import brief
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
@@ -413,7 +413,7 @@ def _arguments(reader: _Reader, value: Any, field: str) -> dict[str, Any]:
     """An object, or the text of one, as templates take them."""
     if isinstance(value, str) and value.strip():
         try:
-            value = json.loads(value)
+            value = json.loads(value, object_pairs_hook=unique_object)
         except ValueError as error:
             reader.refuse(field, f"a text that is not JSON: {error}")
             return {}
@@ -430,11 +430,16 @@ def _arguments(reader: _Reader, value: Any, field: str) -> dict[str, Any]:
 
 
 def _check_json(reader: _Reader, value: dict[str, Any], field: str) -> bool:
-    """Whether an object is not nested too deeply and has texts that can be encoded."""
+    """Whether an object is JSON: not nested too deeply, with finite numbers and texts that can be encoded."""
     if _depth(value) > _DEEPEST:
         reader.refuse(field, f"nested more than {_DEEPEST} levels deep")
         return False
-    return bool(reader.text(json.dumps(value, ensure_ascii=False, default=str), field))
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)
+    except ValueError:
+        reader.refuse(field, "has a number that is NaN or infinite, which JSON cannot write")
+        return False
+    return bool(reader.text(text, field))
 
 
 def _depth(value: Any) -> int:
@@ -449,7 +454,7 @@ def _tools(reader: _Reader, value: Any) -> tuple[dict[str, Any], ...]:
     """Functions in OpenAI's form, as a server hands them to a template."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json.loads(value, object_pairs_hook=unique_object)
         except (ValueError, RecursionError) as error:
             reader.refuse("tools", f"a text that is not JSON: {error}")
             return ()

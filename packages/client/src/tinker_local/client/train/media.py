@@ -98,10 +98,13 @@ class Media:
             raise InvalidRequestError(f"{field}: is a picture, and this model has no image processor: it reads text")
         data = value if isinstance(value, bytes) else self._read(value, field)
         try:
-            width, height = open_picture(data).size
+            opened = open_picture(data)
         except _UNREADABLE as error:
             start = f"{len(data)} bytes, beginning with {data[:8].hex(' ')}" if data else "0 bytes"
             raise InvalidRequestError(f"{field}: no picture that can be read ({start}): {error}") from None
+        if opened.format == "EPS":  # Pillow hands PostScript, which is a program, to Ghostscript
+            raise InvalidRequestError(f"{field}: is PostScript, a program that draws; save the picture as PNG or JPEG")
+        width, height = opened.size
         if width * height > MAX_PIXELS:
             raise InvalidRequestError(
                 f"{field}: {width} x {height} pixels are {width * height}, the limit is {MAX_PIXELS}; make it smaller"
@@ -240,5 +243,8 @@ def _inside(url: str, field: str) -> bytes:
 
 def _shown(url: str) -> str:
     """A URL for a message: without its query and its password, which may be keys."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # as for http://[::1, of which no part is known to be safe to show
+        return "a URL"
     return brief(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}")

@@ -74,7 +74,7 @@ class RunFolder:
 
     def require_new(self) -> None:
         """InvalidRequestError if a run here has a checkpoint. One that ended before its first is begun again."""
-        if self._checkpoints.exists():
+        if any(True for _ in _lines(self._checkpoints)):  # not the empty file of a disk that was full
             raise InvalidRequestError(f"out: {self.path} has a run already; resume it, or choose another folder")
 
     def begin(self, model: str, rows: Rows, settings: TrainSettings) -> RunRecord:
@@ -130,7 +130,9 @@ class RunFolder:
         for file in (self._metrics, self._checkpoints):
             kept = [row for row in _lines(file) if row["step"] <= step]
             if file.exists():  # and without a last line that was not written to its end
-                file.write_text("".join(json.dumps(row) + "\n" for row in kept))
+                new = file.with_suffix(".new")  # a full disk, or a kill here, must not lose the paths of checkpoints
+                new.write_text("".join(json.dumps(row) + "\n" for row in kept))
+                new.replace(file)
 
     def saved(self, step: int, state: str, sampler: str, ttl_seconds: int | None) -> SavedStep:
         """Remember a checkpoint that was just saved."""

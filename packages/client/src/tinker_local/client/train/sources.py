@@ -6,7 +6,7 @@ None is read into memory as a whole: lines are found again by their places in th
 import json
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -144,7 +144,9 @@ class JsonLines:
         place = self.place(index)
         try:
             found = json.loads(
-                self._bytes(int(self._lines[index])).decode(), object_pairs_hook=_object, parse_constant=_no_constant
+                self._bytes(int(self._lines[index])).decode(),
+                object_pairs_hook=unique_object,
+                parse_constant=_no_constant,
             )
         except UnicodeDecodeError as error:
             raise RowError(Problem(place, "", f"byte {error.start} of the line is not UTF-8")) from None
@@ -180,7 +182,8 @@ def _line_ends(descriptor: int) -> npt.NDArray[np.int64]:
     return np.concatenate([*ends, np.zeros(0, np.int64) if last == b"\n" else np.array([offset])])
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads`: ValueError if an object has a field twice, of which Python would keep the last."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -198,11 +201,25 @@ def _no_constant(text: str) -> Any:
 
 def _parquet(path: Path) -> Source:
     # The library writes it once as Arrow into its cache, which is then memory-mapped.
-    return _Arrow(_library().Dataset.from_parquet(str(path)), path.resolve().parent, path.name)
+    return _Arrow(
+        _opened(path, lambda datasets: datasets.Dataset.from_parquet(str(path))), path.resolve().parent, path.name
+    )
 
 
 def _saved(path: Path) -> Source:
-    return _Arrow(_library().Dataset.load_from_disk(str(path)), path.resolve(), path.name)
+    return _Arrow(_opened(path, lambda datasets: datasets.Dataset.load_from_disk(str(path))), path.resolve(), path.name)
+
+
+def _opened(path: Path, read: Callable[[Any], Any]) -> Any:
+    """What the library reads of `path`; InvalidRequestError with its words if it does not, as for a file that is cut
+    off, or has no rows."""
+    datasets = _library()
+    try:
+        return read(datasets)
+    except (ValueError, OSError, LookupError, TypeError, datasets.exceptions.DatasetsError) as error:
+        raise InvalidRequestError(
+            f"data: the library datasets cannot read {path}, or it has no rows: {error}"
+        ) from error
 
 
 def _library() -> Any:

@@ -127,6 +127,8 @@ def train(
             say(f"{folder.path}: going on after step {start.step}, from {start.state}")
         chosen = TrainSettings(**asked) if began is not None else _advised(facts, rows, asked, say)
         trained_on, held_out = split_rows(len(rows), chosen.held_out, chosen.seed)
+        if evaluation is not None and not len(held_out):
+            raise InvalidRequestError("eval: answers to held-out rows are scored, and held_out is 0: there are none")
         plan = Plan(trained_on, chosen)
         if start is not None and start.step >= plan.total:
             raise InvalidRequestError(
