@@ -14,7 +14,8 @@ GRPO learns the sums of `examples/rl_sums.py`: eight samples for each prompt, ad
 `dapo` without a KL term. `rows` and `dpo` are sums of `reasoning-gym` as JSON lines for `tinker-local train`: answers,
 and pairs that the model itself sampled and the scorer of reasoning-gym ordered.
 
-TRL samples with transformers and pads its batches; both are its defaults. It keeps activations, as ours does while there is room; `checkpointing` is its default, which does not. On a CPU all is float32.
+TRL samples with transformers and pads its batches; both are its defaults. It keeps activations, as ours does while
+there is room; `checkpointing` is its default, which does not. On a CPU all is float32.
 
 TRL runs in an environment that this command makes (uv, and some GB once), or in that of --trl-python. Each job is a
 process; ours of a task share a server, whose start counts in the time of each. A job appends a line to NAME.jsonl,
@@ -158,7 +159,7 @@ def rows_of(task: str, numbers: dict[str, Any], options: argparse.Namespace, mod
         return path
     asked = questions(options, QUESTIONS_PER_PAIR * count, seed=1)
     ids = [tokenizer.encode(beside_rows.prompt(question)) for question, _ in asked]
-    wanted = {"prompts": ids, "stop": beside.stop_tokens(tokenizer), "name": model.name, **numbers}
+    wanted = {"prompts": ids, "stop": beside.stop_tokens(tokenizer), "name": model.name, "model": str(model), **numbers}
     file = options.work / "samples.json"
     file.write_text(json.dumps(wanted))
     with served(model, options) as server:

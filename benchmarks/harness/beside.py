@@ -15,11 +15,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 Row = dict[str, Any]
 """`job`: the words of a `Job`. `steps`: a dict for each, with `loss`, `grad_norm`, `s` and, of GRPO, `reward` and
-`tokens` (the mean length of an answer). `held_out`: right answers before and after, of all but `sft`. `server_s`: from
-the start of the server until it is ready, of ours. `start_s`: from the start of the program until the first step. `total_s`: of
-all, the server included. `peak_gib`: of the resident memory of all processes. `others_cores`: how many cores other
-programs had meanwhile, on average. `device_gib`: of the GPU's, of all that
-uses it."""
+`tokens` (the mean length of an answer). `held_out`: right answers before and after, of all but `sft`, and of `rows` and
+`dpo` the mean `score`. `server_s`: from the start of the server until it is ready, of ours. `start_s`: from the start
+of the program until the first step, or measurement. `total_s`: of all, the server included. `peak_gib`: of the
+resident memory of all processes. `others_cores`: how many cores other programs had meanwhile, on average. `device_gib`:
+of the GPU's, of all that uses it."""
 
 
 class Job(NamedTuple):

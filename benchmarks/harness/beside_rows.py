@@ -11,7 +11,7 @@ Question = tuple[str, str]
 """With its answer."""
 
 SHOWN = "4 + 3 = 7\n15 - 6 = 9\n"
-"""Before each question: a base model of this size answers a sum in this form, and seldom one that it is asked in words."""
+"""Before each question: a model of this size answers a sum in this form, and seldom one that it is asked in words."""
 
 
 def prompt(question: str) -> str:

@@ -12,11 +12,12 @@ from typing import Any
 
 def main() -> None:
     import tinker
+    from transformers import AutoTokenizer
 
     settings: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     service = tinker.ServiceClient(base_url=sys.argv[2], api_key="tml-local")
     sampler = service.create_sampling_client(base_model=settings["name"])
-    tokenizer = sampler.get_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     futures = []
     for place, ids in enumerate(settings["prompts"]):
         params = tinker.SamplingParams(
