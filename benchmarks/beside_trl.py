@@ -1,16 +1,21 @@
-"""The same work in TRL and in tinker-local: `SFTTrainer` and `GRPOTrainer` beside two programs of the SDK.
+"""The same work in TRL and in tinker-local: `SFTTrainer` and `GRPOTrainer` beside two programs of the SDK, `SFTTrainer`
+and `DPOTrainer` beside the command `tinker-local train`.
 
     python benchmarks/beside_trl.py benchmarks/results/beside_trl-DATE --model .test-files/smollm2
     python benchmarks/beside_trl.py NAME --model models/smollm2 --only sft       # and again for what is left
     python benchmarks/beside_trl.py NAME --model models/smollm2 --device cuda    # one GPU, in bfloat16
     python benchmarks/beside_trl.py NAME … --only grpo.ours.0.forward           # with the trainer's logprobs of samples
+    python benchmarks/beside_trl.py NAME --model models/smollm2 --only rows,dpo  # `tinker-local train` alone
     python benchmarks/beside_trl.py /tmp/try --tiny                              # a tiny random model
 
 Both get the same token ids in the same order (their checksums are compared), batches, rank, scale, projections,
 learning rate, AdamW, clipping and normalisation of the loss. SFT learns worked sums, with loss on the answers alone.
 GRPO learns the sums of `examples/rl_sums.py`: eight samples for each prompt, advantages by TRL's formula, its loss
-`dapo` without a KL term. TRL samples with transformers and pads its batches; both are its defaults. It keeps
-activations, as ours does while there is room; `checkpointing` is its default, which does not. On a CPU all is float32.
+`dapo` without a KL term. `rows` and `dpo` are sums of `reasoning-gym` as JSON lines for `tinker-local train`: answers,
+and pairs that the model itself sampled and the scorer of reasoning-gym ordered.
+
+TRL samples with transformers and pads its batches; both are its defaults. It keeps activations, as ours does while
+there is room; `checkpointing` is its default, which does not. On a CPU all is float32.
 
 TRL runs in an environment that this command makes (uv, and some GB once), or in that of --trl-python. Each job is a
 process; ours of a task share a server, whose start counts in the time of each. A job appends a line to NAME.jsonl,
@@ -29,6 +34,7 @@ import re
 import resource
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,13 +45,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import beside, machine, processes, timing
+from harness import beside, beside_rows, machine, processes, timing
 from harness.beside import Job, Row
 
 ROOT = Path(__file__).parents[1]
 TRL = "1.16.0"
 SHARED = ("torch", "transformers", "peft", "accelerate", "datasets")
 """Packages of TRL's environment that have the versions of this one."""
+FURTHER = ("reasoning-gym==0.1.25",)
+"""For the data of `rows` and `dpo`, and their scores."""
+QUESTIONS_PER_PAIR = 2
+"""Not every question gets samples of different scores."""
 START_SECONDS = 600.0
 
 
@@ -68,7 +78,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--serve", default="", metavar="OPTIONS", help="of our server, such as '--base-precision int4'")
     parser.add_argument("--plot", type=Path, help="draw the curves here")
-    parser.add_argument("--trl-python", type=Path, metavar="PYTHON", help="one that has TRL; none is made then")
+    parser.add_argument(
+        "--trl-python", type=Path, metavar="PYTHON", help="one that has TRL and reasoning-gym; none is made then"
+    )
     options = parser.parse_args()
     if options.tiny == (options.model is not None):
         parser.error("either --model or --tiny")
@@ -82,6 +94,7 @@ def arguments() -> argparse.Namespace:
 def make_environment(folder: Path) -> Path:
     """The python of an environment with TRL in `folder`; made by uv where it is not there yet."""
     wanted = [f"trl=={TRL}", *(f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in SHARED)]
+    wanted += FURTHER
     python, stamp = folder / "bin" / "python", folder / "beside-trl-stamp"
     if not stamp.exists() or stamp.read_text() != "\n".join(wanted):
         uv = shutil.which("uv") or str(ROOT / ".uv" / "bin" / "uv")
@@ -93,19 +106,28 @@ def make_environment(folder: Path) -> Path:
     return python
 
 
-def settings_of(job: Job, options: argparse.Namespace, model: Path, folder: Path) -> dict[str, Any]:
-    """What both sides read: numbers, and the data as token ids."""
-    from transformers import AutoTokenizer
-
+def numbers_of(job: Job, options: argparse.Namespace) -> dict[str, Any]:
+    """Settings of a task that are the same for all data."""
     numbers: dict[str, Any] = beside.COMMON | beside.TASKS[job.task] | (beside.TINY[job.task] if options.tiny else {})
     if options.steps:
         numbers["steps"] = options.steps
     if job.variant == "checkpointing":
         numbers["steps"] = min(numbers["steps"], beside.CHECKPOINTED_STEPS)
+    return numbers
+
+
+def settings_of(job: Job, options: argparse.Namespace, model: Path, folder: Path) -> dict[str, Any]:
+    """What both sides read: numbers, and the data as token ids."""
+    from transformers import AutoTokenizer
+
+    numbers = numbers_of(job, options)
     tokenizer = AutoTokenizer.from_pretrained(model)
     data: dict[str, Any]
     if job.task == "sft":
         data = {"examples": beside.sft_examples(tokenizer, numbers["steps"] * numbers["batch"])}
+    elif job.task in beside.TRAINED:
+        rows = rows_of(job.task, numbers, options, model, tokenizer)
+        data = {**beside_rows.in_order(rows, tokenizer, numbers), "rows": str(rows)}
     else:
         learned = numbers["steps"] * numbers["batch"] // numbers["group"]
         problems = beside.grpo_problems(tokenizer, learned, numbers.pop("held_out"), job.seed)
@@ -124,6 +146,61 @@ def settings_of(job: Job, options: argparse.Namespace, model: Path, folder: Path
         "state": "",
         "replay": "",
     }
+
+
+def rows_of(task: str, numbers: dict[str, Any], options: argparse.Namespace, model: Path, tokenizer: Any) -> Path:
+    """The JSON lines of a task, made once for each --work: answers, or pairs that the model samples now."""
+    count = numbers["steps"] * numbers["batch"] + numbers["held_out"]
+    path: Path = options.work / f"{task}-{model.name}-{count}.jsonl"
+    if path.exists():
+        return path
+    if task == "rows":
+        beside_rows.write_rows(path, [beside_rows.sft_row(*each) for each in questions(options, count, seed=0)])
+        return path
+    asked = questions(options, QUESTIONS_PER_PAIR * count, seed=1)
+    ids = [tokenizer.encode(beside_rows.prompt(question)) for question, _ in asked]
+    wanted = {"prompts": ids, "stop": beside.stop_tokens(tokenizer), "name": model.name, "model": str(model), **numbers}
+    file = options.work / "samples.json"
+    file.write_text(json.dumps(wanted))
+    with served(model, options) as server:
+        command = [sys.executable, "-m", "measurements.beside_samples", str(file), server.url]
+        [line] = lines_of(command, environment_of(options, ours=True), options.work / "samples.txt", quiet=True)
+    samples = line["samples"]
+    flat = [
+        [answer, beside_rows.first_line(text)]
+        for (_, answer), texts in zip(asked, samples, strict=True)
+        for text in texts
+    ]
+    scores = iter(scored(options, flat))
+    pairs = [
+        beside_rows.pair_row(question, answer, texts, [next(scores) for _ in texts])
+        for (question, answer), texts in zip(asked, samples, strict=True)
+    ]
+    good = [pair for pair in pairs if pair is not None]
+    print(f"{len(good)} of {len(pairs)} questions have samples of different scores; {count} are needed", flush=True)
+    if len(good) < count:
+        raise SystemExit(f"error: {len(good)} pairs are too few for {numbers['steps']} steps; ask for fewer --steps")
+    beside_rows.write_rows(path, good[:count])
+    return path
+
+
+def gym(options: argparse.Namespace, *arguments: str) -> Any:
+    """What `baselines/gym_rows.py` prints, in TRL's environment."""
+    python = options.trl_python or make_environment(options.work / "env")
+    command = [str(python), "-W", "ignore", str(ROOT / "benchmarks" / "baselines" / "gym_rows.py"), *arguments]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def questions(options: argparse.Namespace, count: int, seed: int) -> list[beside_rows.Question]:
+    return [(question, answer) for question, answer in gym(options, "rows", str(count), str(seed))]
+
+
+def scored(options: argparse.Namespace, replies: Sequence[Sequence[str]]) -> list[float]:
+    """Of `[answer, reply]` each, by the scorer of the task."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(list(replies), file)
+        file.flush()
+        return [float(score) for score in gym(options, "score", file.name)]
 
 
 class ResidentMemory:
@@ -176,22 +253,30 @@ def environment_of(options: argparse.Namespace, *, ours: bool) -> dict[str, str]
 
 
 def lines_of(
-    command: Sequence[str], environment: dict[str, str], log: Path, memory: ResidentMemory
+    command: Sequence[str],
+    environment: dict[str, str],
+    log: Path,
+    memory: ResidentMemory | None = None,
+    *,
+    quiet: bool = False,
 ) -> list[dict[str, Any]]:
-    """Run a program to its end; return the JSON objects that it printed. Other output goes to `log`."""
+    """Run a program to its end; return the JSON objects that it printed, which are shown unless `quiet`. Other output
+    goes to `log`."""
     lines = []
     with log.open("a") as kept:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=kept, text=True, env=environment, cwd=ROOT / "benchmarks"
         )
-        memory.roots.append(process.pid)
+        if memory is not None:
+            memory.roots.append(process.pid)
         assert process.stdout is not None
         for line in process.stdout:
             if not line.startswith('{"'):
                 kept.write(line)
                 continue
             lines.append(json.loads(line))
-            print(f"  {line.rstrip()}", flush=True)
+            if not quiet:
+                print(f"  {line.rstrip()}"[:300], flush=True)
     if process.wait():
         last = "\n".join(log.read_text().splitlines()[-20:])
         raise SystemExit(f"error: {' '.join(command)} ended with status {process.returncode}; {log} ends with:\n{last}")
@@ -273,14 +358,15 @@ def run(job: Job, options: argparse.Namespace, model: Path, server: Server | Non
     else:
         if first := job.first():
             settings |= beginning(options.work / first.name, model.name, server.url, replay=job.variant == "replay")
-        command = [sys.executable, "-m", "measurements.beside_sdk", str(file), server.url]
+        program = "beside_train" if job.task in beside.TRAINED else "beside_sdk"
+        command = [sys.executable, "-m", f"measurements.{program}", str(file), server.url]
     file.write_text(json.dumps(settings))
     with ResidentMemory([server.pid] if server else []) as memory, timing.DeviceMemory() as device:
         began, before = time.monotonic(), processor_s(server)
         lines = lines_of(command, environment_of(options, ours=server is not None), log, memory)
         seconds, after = time.monotonic() - began, processor_s(server)
     everything, mine = (b - a for a, b in zip(before, after, strict=True))
-    return gathered(lines) | {
+    return with_scores(gathered(lines), options) | {
         "job": list(job),
         "server_s": server.seconds if server else None,
         "total_s": seconds + (server.seconds if server else 0.0),
@@ -289,6 +375,15 @@ def run(job: Job, options: argparse.Namespace, model: Path, server: Server | Non
         "others_cores": max(0.0, everything - mine) / seconds,
         "settings": {k: v for k, v in settings.items() if isinstance(v, int | float)},
     }
+
+
+def with_scores(row: Row, options: argparse.Namespace) -> Row:
+    """The row with scores instead of the replies that a program of `beside.TRAINED` printed."""
+    for measured in row.get("held_out", []):
+        if replies := measured.pop("replies", None):
+            scores = scored(options, [[answer, beside_rows.first_line(reply)] for answer, reply in replies])
+            measured |= {"right": scores.count(1.0), "of": len(scores), "score": statistics.fmean(scores)}
+    return row
 
 
 def beginning(first: Path, name: str, url: str, *, replay: bool) -> dict[str, str]:
@@ -312,10 +407,14 @@ def gathered(lines: Sequence[dict[str, Any]]) -> Row:
 
 
 def same_data(rows: Sequence[Row]) -> None:
-    """Raises SystemExit if runs of SFT with as many steps were not trained on the same tokens."""
-    for steps in {len(row["steps"]) for row in rows}:
-        if len(sums := {row["sha256"] for row in rows if "sha256" in row and len(row["steps"]) == steps}) > 1:
-            raise SystemExit(f"error: not all jobs trained on the same tokens: {', '.join(sorted(sums))}")
+    """Raises SystemExit if runs of a task with as many steps were not trained on the same tokens."""
+    sums: dict[tuple[str, int], set[str]] = {}
+    for row in rows:
+        if "sha256" in row:
+            sums.setdefault((row["job"][0], len(row["steps"])), set()).add(row["sha256"])
+    for found in sums.values():
+        if len(found) > 1:
+            raise SystemExit(f"error: not all jobs trained on the same tokens: {', '.join(sorted(found))}")
 
 
 def main() -> None:

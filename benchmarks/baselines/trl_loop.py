@@ -1,4 +1,5 @@
-"""LoRA training in TRL, as its users write it: `SFTTrainer`, or `GRPOTrainer` on sums that a function checks.
+"""LoRA training in TRL, as its users write it: `SFTTrainer`, `DPOTrainer`, or `GRPOTrainer` on sums that a function
+checks.
 
     PYTHON trl_loop.py SETTINGS
 
@@ -119,8 +120,60 @@ def sft(settings: dict[str, Any]) -> None:
         callbacks=[callback(losses, {})],
     )
     save_first(trainer, settings)
-    trainer.train()
+    measured_training(trainer, settings)
     say(sha256=seen.hexdigest(), total_s=time.perf_counter() - BEGAN)
+
+
+def dpo(settings: dict[str, Any]) -> None:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    losses: list[float] = []
+    seen = hashlib.sha256()
+
+    class Watched(DPOTrainer):
+        def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
+            """The pairs are token ids already."""
+            return dataset
+
+        def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
+            """Also keep the loss with all digits, and which tokens were trained on: chosen, rejected, chosen, ..."""
+            labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+            pairs = len(labels) // 2
+            for place in (half + pair for pair in range(pairs) for half in (0, pairs)):
+                length = int(inputs["attention_mask"][place].sum())
+                row = [inputs["input_ids"][place][:length].tolist(), labels[place][:length].tolist()]
+                seen.update(json.dumps(row).encode())
+            loss = super().compute_loss(model, inputs, *arguments, **named)
+            losses.append(loss.item())
+            return loss
+
+    config = DPOConfig(
+        **common(settings),
+        beta=settings["dpo_beta"],
+        precompute_ref_log_probs=True,  # once, as the other side does
+        train_sampling_strategy="sequential",
+    )
+    trainer = Watched(
+        settings["model"],
+        args=config,
+        train_dataset=Dataset.from_list(settings["examples"]),
+        peft_config=lora(settings),
+        callbacks=[callback(losses, {"accuracy": "rewards/accuracies"})],
+    )
+    save_first(trainer, settings)
+    measured_training(trainer, settings)
+    say(sha256=seen.hexdigest(), total_s=time.perf_counter() - BEGAN)
+
+
+def measured_training(trainer: Any, settings: dict[str, Any]) -> None:
+    """Train; where there are held-out prompts, answer them before and after."""
+    if "asked" not in settings:
+        trainer.train()
+        return
+    answered(trainer, settings, step=0)
+    trainer.train()
+    answered(trainer, settings, step=settings["steps"])
 
 
 def grpo(settings: dict[str, Any]) -> None:
@@ -192,13 +245,36 @@ def rows(inputs: Any) -> dict[str, Any]:
 
 def held_out(trainer: Any, settings: dict[str, Any], step: int) -> None:
     """The share of right answers at temperature 0."""
-    import torch
-
     begin = time.perf_counter()
-    model, tokenizer = trainer.model.eval(), trainer.processing_class
+    tokenizer = trainer.processing_class
     batch = tokenizer(
         [each["text"] for each in settings["held_out"]], return_tensors="pt", padding=True, padding_side="left"
     )
+    texts = tokenizer.batch_decode(greedy(trainer.model, batch, settings), skip_special_tokens=True)
+    rewards = sum_reward(texts, [each["answer"] for each in settings["held_out"]])
+    say(held_out=step, right=rewards.count(1.0), of=len(rewards), s=time.perf_counter() - begin)
+
+
+def answered(trainer: Any, settings: dict[str, Any], step: int) -> None:
+    """Replies to the held-out prompts at temperature 0, each beside the right answer."""
+    begin = time.perf_counter()
+    asked = settings["asked"]
+    tokenizer = trainer.processing_class
+    batch = tokenizer.pad({"input_ids": asked}, padding_side="left", return_tensors="pt")
+    out = greedy(trainer.model, batch, settings)
+    texts = tokenizer.batch_decode(out, skip_special_tokens=True)
+    say(
+        held_out=step,
+        replies=[list(pair) for pair in zip(settings["answers"], texts, strict=True)],
+        s=time.perf_counter() - begin,
+    )
+
+
+def greedy(model: Any, batch: Any, settings: dict[str, Any]) -> Any:
+    """Token ids that the model gives at temperature 0, without those of the prompts; it is in training after that."""
+    import torch
+
+    model.eval()
     with torch.no_grad():
         out = model.generate(
             **batch.to(model.device),
@@ -206,10 +282,8 @@ def held_out(trainer: Any, settings: dict[str, Any], step: int) -> None:
             do_sample=False,
             eos_token_id=settings["stop"],
         )
-    texts = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-    rewards = sum_reward(texts, [each["answer"] for each in settings["held_out"]])
     model.train()
-    say(held_out=step, right=rewards.count(1.0), of=len(rewards), s=time.perf_counter() - begin)
+    return out[:, batch["input_ids"].shape[1] :]
 
 
 def save_first(trainer: Any, settings: dict[str, Any]) -> None:
@@ -220,7 +294,7 @@ def save_first(trainer: Any, settings: dict[str, Any]) -> None:
 
 def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_text())
-    {"sft": sft, "grpo": grpo}[settings["task"]](settings)
+    {"sft": sft, "rows": sft, "dpo": dpo, "grpo": grpo}[settings["task"]](settings)
 
 
 if __name__ == "__main__":

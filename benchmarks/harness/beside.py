@@ -15,11 +15,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 Row = dict[str, Any]
 """`job`: the words of a `Job`. `steps`: a dict for each, with `loss`, `grad_norm`, `s` and, of GRPO, `reward` and
-`tokens` (the mean length of an answer). `held_out`: right answers before and after, of GRPO. `server_s`: from the start
-of the server until it is ready, of ours. `start_s`: from the start of the program until the first step. `total_s`: of
-all, the server included. `peak_gib`: of the resident memory of all processes. `others_cores`: how many cores other
-programs had meanwhile, on average. `device_gib`: of the GPU's, of all that
-uses it."""
+`tokens` (the mean length of an answer). `held_out`: right answers before and after, of all but `sft`, and of `rows` and
+`dpo` the mean `score`. `server_s`: from the start of the server until it is ready, of ours. `start_s`: from the start
+of the program until the first step, or measurement. `total_s`: of all, the server included. `peak_gib`: of the
+resident memory of all processes. `others_cores`: how many cores other programs had meanwhile, on average. `device_gib`:
+of the GPU's, of all that uses it."""
 
 
 class Job(NamedTuple):
@@ -48,6 +48,16 @@ JOBS = (
     Job("sft", "ours", 0),
     Job("sft", "ours", 1),
     Job("sft", "ours", 0, "same"),
+    Job("rows", "trl", 0),
+    Job("rows", "trl", 1),
+    Job("rows", "ours", 0),
+    Job("rows", "ours", 1),
+    Job("rows", "ours", 0, "same"),
+    Job("dpo", "trl", 0),
+    Job("dpo", "trl", 1),
+    Job("dpo", "ours", 0),
+    Job("dpo", "ours", 1),
+    Job("dpo", "ours", 0, "same"),
     Job("grpo", "trl", 0),
     Job("grpo", "trl", 1),
     Job("grpo", "ours", 0),
@@ -57,9 +67,10 @@ JOBS = (
 """In their order: a run of TRL comes before those that begin with its adapter, and ours of a task share a server."""
 
 
-def place(job: Job) -> tuple[bool, bool, int]:
+def place(job: Job) -> tuple[int, bool, int]:
     """Its place among all jobs, which keeps the order of `JOBS` and puts further seeds of a side after them."""
-    return job.task != "sft", job.side != "trl", JOBS.index(job) if job in JOBS else len(JOBS) + job.seed
+    place = JOBS.index(job) if job in JOBS else len(JOBS) + job.seed
+    return list(TASKS).index(job.task), job.side != "trl", place
 
 
 def chosen(names: Sequence[str], seeds: int = 2) -> list[Job]:
@@ -86,8 +97,16 @@ COMMON = {
 }
 """AdamW and clipping are TRL's defaults; a scale of 32 is the one that this project has."""
 
+ROWS = {"held_out": 64, "max_tokens": 8, "longest": 512}
+"""Of tasks of `tinker-local train`: held-out rows, tokens of an answer at most, and of a row."""
+
+TRAINED = ("rows", "dpo")
+"""Tasks that `tinker-local train` does: answers to learn, and pairs that the model sampled."""
+
 TASKS: dict[str, dict[str, Any]] = {
     "sft": {"learning_rate": 5e-4, "batch": 8, "steps": 16},
+    "rows": {"learning_rate": 1e-3, "batch": 8, "steps": 24, **ROWS},
+    "dpo": {"learning_rate": 3e-4, "batch": 8, "steps": 16, "dpo_beta": 0.1, "group": 8, **ROWS},
     "grpo": {
         "learning_rate": 1e-3,
         "batch": 48,
@@ -99,10 +118,12 @@ TASKS: dict[str, dict[str, Any]] = {
         "held_out": 100,
     },
 }
-"""`batch`: sequences of a step."""
+"""`batch`: sequences of a step, or pairs. `group`: samples for each prompt."""
 
 TINY: dict[str, dict[str, Any]] = {
     "sft": {"batch": 4, "steps": 2},
+    "rows": {"batch": 4, "steps": 2, "held_out": 4},
+    "dpo": {"batch": 4, "steps": 2, "held_out": 4},
     "grpo": {"batch": 8, "steps": 2, "group": 4, "held_out": 4},
 }
 
@@ -213,29 +234,47 @@ def cost_table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def sft_report(rows: Sequence[Row]) -> list[str]:
-    """Losses beside each other; empty without both sides."""
-    trl, ours = found(rows, "sft", "trl"), found(rows, "sft", "ours")
+LOSSES = {
+    "sft": "SFT: loss (nats for each token of an answer)",
+    "rows": "`tinker-local train`, SFT on rows: loss (nats for each token of an answer)",
+    "dpo": "`tinker-local train`, DPO on pairs that the model sampled: loss (nats for each pair)",
+}
+
+
+def loss_report(rows: Sequence[Row], task: str) -> list[str]:
+    """Losses of a task beside each other; empty without both sides."""
+    trl, ours = found(rows, task, "trl"), found(rows, task, "ours")
     if not trl or not ours:
         return []
-    lines = ["", "SFT: loss (nats for each token of an answer)"]
+    lines = ["", LOSSES[task]]
     for name, group in (("TRL", trl), ("tinker-local", ours)):
         for seed, row in enumerate(group):
             losses = curve(row, "loss")
-            lines.append(f"  {name:<13} seed {seed}   first {losses[0]:.4f}   last {losses[-1]:.4f}")
+            lines.append(f"  {name:<13} seed {seed}   first {losses[0]:.4f}   last {losses[-1]:.4f}{_scored(row)}")
     lines.append("  mean over the steps of the absolute difference:")
     lines += pair_lines(trl, ours, "loss", 5)
     middle = mean_curve(trl, "loss")
     for seed, row in enumerate(ours):
         distance = mean_distance(curve(row, "loss"), middle)
         lines.append(f"    {f'tinker-local seed {seed} and the mean of TRL':<42}{distance:.5f}")
-    for row in found(rows, "sft", "ours", "same"):
+    for row in found(rows, task, "ours", "same"):
         one, other = curve(row, "loss"), curve(trl[0], "loss")
         largest = max(abs(a - b) for a, b in zip(one, other, strict=True))
         name = "both from TRL's first adapter of seed 0"
-        lines.append(f"    {name:<42}{mean_distance(one, other):.7f}, at most {largest:.7f}")
+        lines.append(f"    {name:<42}{mean_distance(one, other):.7f}, at most {largest:.7f}{_scored(row)}")
         lines.append(f"    {'  norm of the gradient, relative':<42}{_relative(row, trl[0])}")
     return lines
+
+
+def _scored(row: Row) -> str:
+    """Held-out answers before and after by the task's scorer; empty where none were asked for."""
+    if "held_out" not in row:
+        return ""
+    before, after = row["held_out"]
+    return (
+        f"   held out {before['right']} -> {after['right']} of {after['of']} right, "
+        f"mean score {before['score']:.3f} -> {after['score']:.3f}"
+    )
 
 
 def _relative(row: Row, other: Row) -> str:
@@ -289,7 +328,8 @@ def held_out_lines(trl: Sequence[Row], ours: Sequence[Row], ours_name: str) -> l
 
 
 def text(rows: Sequence[Row], head: Sequence[str]) -> str:
-    return "\n".join([*head, "", *cost_table(rows), *sft_report(rows), *grpo_report(rows)]) + "\n"
+    losses = [line for task in LOSSES for line in loss_report(rows, task)]
+    return "\n".join([*head, "", *cost_table(rows), *losses, *grpo_report(rows)]) + "\n"
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
