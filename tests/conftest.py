@@ -208,9 +208,12 @@ def is_whole(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """`-n auto`: two for `make test` and `make test-more`, none (pytest's own process) for a part of them, which would
-    pay for what both have to start; nor beside a GPU, whose memory the tests measure."""
-    return 2 if is_whole(config) and not Path("/dev/nvidia0").exists() else 0
+    """`-n auto`: three for `make test`, since tests of servers wait for a third of their time, two for
+    `make test-more`, whose tests start processes, none (pytest's own process) for a part of them, which would pay for
+    what all have to start; nor beside a GPU, whose memory the tests measure."""
+    if not is_whole(config) or Path("/dev/nvidia0").exists():
+        return 0
+    return 3 if config.option.markexpr.startswith("not more") else 2
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -31,7 +31,7 @@ def sft_row(question: str, answer: str) -> dict[str, Any]:
 
 def pair_row(question: str, answer: str, samples: Sequence[str], scores: Sequence[float]) -> dict[str, Any] | None:
     """The sample with the best score, and the one with the worst, of each the first; None if all have the same score.
-    Samples of blanks alone are no answers, and are left out."""
+    Samples of blanks alone do not count as answers, and are left out."""
     scored = [(score, text) for score, text in zip(scores, samples, strict=True) if text.strip()]
     best, worst = (pick((score for score, _ in scored), default=0.0) for pick in (max, min))
     if best == worst:

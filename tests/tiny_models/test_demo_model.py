@@ -45,6 +45,7 @@ def test_demo_model_reads_an_image_as_one_token_and_tells_strokes_apart(folder: 
     assert likeness[0, 1] < 0.9
 
 
+@pytest.mark.more
 def test_a_linear_classifier_of_the_towers_features_reads_digits_that_it_has_not_seen(folder: Path) -> None:
     """Folds of the demo's training digits: the digits that the demo holds out take no part."""
     data = load_digits()
