@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tinker_local.client as tinker
-from tinker_local.client.train import TrainReport, read_evaluation, train
+from tinker_local.client.train import TrainReport, train
 from tinker_local.client.train.examples import Kind
 
 from tests.conftest import TEXT, Server
@@ -77,7 +77,6 @@ def test_a_run_learns_what_its_rows_say(real_server: Server, tmp_path: Path) -> 
             service=service,
             renderer=lambda client: TokenNames(),
             settings={"learning_rate": 1e-2, "batch_size": 8, "epochs": 12.0, "held_out": 0, "rank": 16},
-            evaluation=read_evaluation("exact"),
             say=lambda line: None,
         )
         first, last = losses(report)[1], losses(report)[report.steps]

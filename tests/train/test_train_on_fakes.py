@@ -420,3 +420,41 @@ def test_a_judge_that_fails_late_loses_no_steps_on_fakes(run: Run, tmp_path: Pat
     assert saved is not None
     assert saved.step == 6
     assert run(resume=True).steps == 9
+
+
+def test_a_judge_that_fails_after_the_last_step_leaves_a_checkpoint_that_stays_on_fakes(
+    run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "judge.py").write_text(
+        "calls = []\n\ndef judge(reply, row):\n    calls.append(1)\n    return 1 / (len(calls) <= 4)\n"
+    )
+    evaluation = read_evaluation(f"{tmp_path / 'judge.py'}:judge")
+    with pytest.raises(InvalidRequestError, match="ends with ZeroDivisionError"):
+        run(settings={"evaluate_every": 0, "save_every": 0}, evaluation=evaluation)  # 4 rows at steps 0 and 9
+    saved = RunFolder(run.out).last_saved()
+    assert saved is not None
+    assert (saved.step, saved.expires) == (9, None)
+
+
+def test_two_runs_do_not_write_into_one_folder_on_fakes(run: Run) -> None:
+    with RunFolder(run.out).held(), pytest.raises(InvalidRequestError, match="another run is writing to"):
+        run()
+    assert run().steps == 9
+
+
+def test_a_checkpoint_that_the_folder_cannot_note_is_named_on_fakes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "checkpoints.jsonl")
+
+    monkeypatch.setattr(RunFolder, "saved", full)
+    with pytest.raises(OSError, match=r"No space left on device: 'checkpoints\.jsonl'"):
+        run()
+    assert any(line.endswith("could not note") and "tinker://" in line for line in run.said)
+
+
+def test_speed_is_told_over_several_steps_on_fakes(run: Run) -> None:
+    """Answers of two steps may come at the same time."""
+    report = run()
+    seconds, tokens = ([row[name] for row in report.curve if "learning_rate" in row] for name in ("seconds", "tokens"))
+    (last,) = [line for line in run.said if line.startswith("step 9/9  loss")]
+    assert f"{sum(tokens) / sum(seconds):,.0f} trained tokens/s" in last

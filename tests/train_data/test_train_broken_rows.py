@@ -62,6 +62,8 @@ BROKEN: list[tuple[Any, str, str]] = [
     ({"prompt": "a"}, "completion", "missing, and prompt is there"),
     ({"prompt": "a", "completion": "  "}, "completion", "the answer is empty"),
     ({"prompt": "", "completion": "b"}, "prompt", "is empty"),
+    ({"prompt": "a", "completion": "b", "label": False}, "label", r"\(KTO\) are not trained"),
+    ({"chosen": "a b", "rejected": "a c"}, "prompt", "missing: write the text that chosen and rejected answer"),
     ({"prompt": "a", "completion": [A]}, "completion", "must both be texts, or both be lists"),
     ({"prompt": "a", "chosen": "b", "rejected": "c"}, "", "another kind than the rows before it"),
     ({"chosen": [Q, A]}, "rejected", "missing, and chosen is there"),

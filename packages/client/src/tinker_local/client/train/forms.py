@@ -163,6 +163,9 @@ def _completed(reader: _Reader, row: Mapping[str, Any]) -> Answered | None:
             other = "completion" if name == "prompt" else "prompt"
             reader.refuse(name, f"missing, and {other} is there; they go together")
             return None
+    if isinstance(row.get("label"), bool):
+        reader.refuse("label", "answers judged true or false (KTO) are not trained; keep the true ones, without label")
+        return None
     if isinstance(row["prompt"], str) and isinstance(row["completion"], str):
         return _written(reader, row, row["prompt"], "completion")
     if isinstance(row["prompt"], str) or isinstance(row["completion"], str):
@@ -198,7 +201,8 @@ def _pair(reader: _Reader, row: Mapping[str, Any], found: Sequence[str]) -> Pair
     prompt = row.get("prompt")
     if all(texts):
         if not isinstance(prompt, str):
-            reader.refuse("prompt", "must be a text, as chosen and rejected are")
+            missing = "missing: write the text that chosen and rejected answer"
+            reader.refuse("prompt", missing if prompt is None else "must be a text, as chosen and rejected are")
             return None
         chosen, rejected = (_written(reader, row, prompt, name) for name in ("chosen", "rejected"))
         return Pair(chosen, rejected) if chosen and rejected else None

@@ -26,6 +26,9 @@ from tinker_local.types import ApiError
 IN_FLIGHT = 2
 """Steps that are submitted before the first of them is awaited."""
 
+PACE = 10
+"""Last steps of which the time and the tokens are told: answers of two steps may come together."""
+
 LINES = 50
 """Lines about steps in a run, about."""
 
@@ -76,6 +79,7 @@ class Loop:
         self._say = say
         self._waiting: deque[_Step] = deque()
         self._seconds = 0.0
+        self._pace: deque[tuple[float, float]] = deque(maxlen=PACE)
 
     def run(self, begin: int) -> SavedStep:
         """Train on from step `begin` (0: from the start) to the end, or until `stopped`; returns the last checkpoint.
@@ -138,6 +142,7 @@ class Loop:
             metrics["grad_norm"] = float(updated["grad_norm"])
         now = time.monotonic()
         metrics["seconds"], self._seconds = now - self._seconds, now
+        self._pace.append((metrics["seconds"], metrics["tokens"]))
         self._log(step.number, metrics)
         if not math.isfinite(metrics["loss"]):
             raise DivergedError(
@@ -152,11 +157,12 @@ class Loop:
             self._finish()
 
     def _line(self, step: _Step, metrics: Mapping[str, float]) -> str:
-        left = metrics["seconds"] * (self._plan.total - step.number)
+        seconds, tokens = (sum(each) for each in zip(*self._pace, strict=True))
+        left = seconds / len(self._pace) * (self._plan.total - step.number)
         more = f"  accuracy {metrics['accuracy']:.2f}" if "accuracy" in metrics else ""
         return (
             f"step {step.number}/{self._plan.total}  loss {metrics['loss']:.4f}{more}  learning rate {step.rate:.2g}  "
-            f"{metrics['tokens'] / max(metrics['seconds'], 1e-9):,.0f} trained tokens/s  {_duration(left)} left"
+            f"{tokens / max(seconds, 1e-9):,.0f} trained tokens/s  {_duration(left)} left"
         )
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -185,7 +191,7 @@ class Loop:
         try:
             self._evaluate(step)
         except ApiError:
-            self._save(step, self._settings.ttl_seconds)
+            self._save(step, self._settings.ttl_seconds if step < self._plan.total else None)
             raise
 
     def _answers(self) -> list[Answered]:
@@ -203,7 +209,12 @@ class Loop:
         name = f"step-{step:06d}"
         state = self._client.save_state(name, ttl_seconds=ttl_seconds, overwrite=True)
         sampler = self._client.save_weights_for_sampler(name, ttl_seconds=ttl_seconds)
-        saved = self._folder.saved(step, state.result().path, sampler.result().path, ttl_seconds)
+        paths = state.result().path, sampler.result().path
+        try:
+            saved = self._folder.saved(step, *paths, ttl_seconds)
+        except OSError:
+            self._say(f"step {step}/{self._plan.total}  saved {paths[0]}, which {self._folder.path} could not note")
+            raise
         until = f", until {saved.expires:%Y-%m-%d %H:%M} UTC" if saved.expires else ""
         self._say(f"step {step}/{self._plan.total}  saved {saved.state}{until}")
         self._seconds = time.monotonic()

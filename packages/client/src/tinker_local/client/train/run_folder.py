@@ -11,7 +11,9 @@ Neither addresses of servers nor keys are written.
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -63,7 +65,7 @@ def fingerprint(rows: Rows) -> str:
 
 
 class RunFolder:
-    """`path` and its files; it is made when a run begins."""
+    """`path` and its files; `held` makes it when a run begins."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -77,11 +79,26 @@ class RunFolder:
         if any(True for _ in _lines(self._checkpoints)):  # not the empty file of a disk that was full
             raise InvalidRequestError(f"out: {self.path} has a run already; resume it, or choose another folder")
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No other run writes here meanwhile, where the system has locks; InvalidRequestError if one does."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("w") as file:
+            if os.name == "posix":
+                import fcntl
+
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise InvalidRequestError(
+                        f"out: another run is writing to {self.path}; choose another folder"
+                    ) from None
+            yield
+
     def begin(self, model: str, rows: Rows, settings: TrainSettings) -> RunRecord:
         """Write what is going to be trained."""
         self.require_new()
         record = RunRecord(uuid4().hex[:8], model, rows.kind, len(rows), fingerprint(rows), settings)
-        self.path.mkdir(parents=True, exist_ok=True)
         self._metrics.unlink(missing_ok=True)
         written = {
             "name": record.name,
@@ -91,7 +108,8 @@ class RunFolder:
             "fingerprint": record.fingerprint,
             "settings": settings.as_json(),
         }
-        self._run.write_text(json.dumps(written, indent=2) + "\n")
+        with _named(self._run):
+            self._run.write_text(json.dumps(written, indent=2) + "\n")
         return record
 
     def read(self) -> RunRecord:
@@ -118,7 +136,7 @@ class RunFolder:
     def log(self, row: Mapping[str, float]) -> None:
         """Add a line to the curve; what is not finite is null there, as JSON has no word for it."""
         finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        with self._metrics.open("a") as file:
+        with _named(self._metrics), self._metrics.open("a") as file:
             file.write(json.dumps(finite) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -131,14 +149,15 @@ class RunFolder:
             kept = [row for row in _lines(file) if row["step"] <= step]
             if file.exists():  # and without a last line that was not written to its end
                 new = file.with_suffix(".new")  # a full disk, or a kill here, must not lose the paths of checkpoints
-                new.write_text("".join(json.dumps(row) + "\n" for row in kept))
+                with _named(new):
+                    new.write_text("".join(json.dumps(row) + "\n" for row in kept))
                 new.replace(file)
 
     def saved(self, step: int, state: str, sampler: str, ttl_seconds: int | None) -> SavedStep:
         """Remember a checkpoint that was just saved."""
         expires = None if ttl_seconds is None else datetime.now(UTC) + timedelta(seconds=ttl_seconds)
         written = {"step": step, "state": state, "sampler": sampler}
-        with self._checkpoints.open("a") as file:
+        with _named(self._checkpoints), self._checkpoints.open("a") as file:
             file.write(json.dumps({**written, "expires": expires and expires.isoformat()}) + "\n")
         return SavedStep(step, state, sampler, expires)
 
@@ -155,6 +174,15 @@ class RunFolder:
                 "another folder, with a longer keep_days"
             )
         return SavedStep(last["step"], last["state"], last["sampler"], expires or None)
+
+
+@contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """An OSError of writing `file`, as of a full disk, says which file it was."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:

@@ -20,6 +20,7 @@ from tinker_local.client.train.rendering import Renderer
 from tinker_local.client.train.rows import read_rows
 from tinker_local.client.train.run_folder import RunFolder, RunRecord, SavedStep
 from tinker_local.client.train.schedule import Plan, split_rows
+from tinker_local.client.train.server_watch import ServerWatch
 from tinker_local.client.train.settings import TrainSettings, check_unchanged
 from tinker_local.client.train.trackers import TrackedRun, Tracker, open_tracker
 from tinker_local.types import InvalidRequestError
@@ -138,11 +139,13 @@ def train(
         if before is not None:
             before(rows, chat)
         loss = (objective or _objective)(rows, chosen, folder)
-        record = began or folder.begin(model, rows, chosen)
         step = 0 if start is None else start.step
-        folder.forget_after(step)
         measured = [int(row) for row in held_out]
         with ExitStack() as opened:
+            opened.enter_context(folder.held())
+            record = began or folder.begin(model, rows, chosen)
+            folder.forget_after(step)
+            opened.enter_context(ServerWatch(getattr(getattr(used, "endpoint", None), "base_url", None), say))
             tracked = TrackedRun(project, record.name, folder.path, chosen.as_json(), None if start is None else step)
             shown = [_open(opened, each, tracked) for each in trackers]
             loss.prepare(client, [*map(int, plan.rows_used()), *measured], start is not None, say)
