@@ -7,8 +7,9 @@ reaches (its network, the metadata service of a cloud).
 import ipaddress
 import os
 import re
+import socket
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 _IPV4_AT_THE_END = [ipaddress.IPv6Network(text) for text in ("::/96", "::ffff:0:0/96", "64:ff9b::/96")]
@@ -17,6 +18,10 @@ _LOCAL = [ipaddress.IPv6Network(text) for text in ("64:ff9b:1::/48", "fec0::/10"
 """Of one network (RFC 8215, RFC 3879), and `is_global` for Python 3.11."""
 
 _HOST = re.compile(r"[^\s/\\@?#*:\[\]]+(:\d{1,5})?")
+
+
+Addresses = Callable[[str, int], Iterable[str]]
+"""Finds the IP addresses of a host for a port, as `addresses_of` does."""
 
 
 class NotBelowError(ValueError):
@@ -35,7 +40,7 @@ def read_below(name: str, folders: Sequence[Path], most_bytes: int) -> bytes:
     """The bytes of the file `name`, a path that is absolute or relative to one of `folders` (resolved ones), which are
     tried in order. Links are followed, and the file that they lead to must be below one of the folders.
 
-    Raises NotBelowError if there is no such file, and TooManyBytesError.
+    Raises NotBelowError if there is no such file, and TooManyBytesError if it is larger than `most_bytes`.
     """
     for folder in folders:
         if (path := _file_at(folder / name, folders)) is not None:
@@ -76,6 +81,11 @@ def _opened(descriptor: int, path: Path) -> Path:
 
 def _is_below(path: Path, folders: Sequence[Path]) -> bool:
     return any(path.is_relative_to(folder) for folder in folders)
+
+
+def addresses_of(host: str, port: int) -> list[str]:
+    """The IP addresses of a host by the system's resolver; OSError if it has none."""
+    return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
 def check_image_host(text: str) -> str:

@@ -61,9 +61,9 @@ class LlamaCpp:
         if said is not None or not file.is_file():
             raise InvalidRequestError(f"--gguf-type {kind}: llama.cpp's quantiser ({self.quantize[0]}) failed: {said}")
 
-    def _run(self, command: Sequence[str], folder: Path) -> str | None:
-        """What it said last if it failed; None if it did not."""
-        done = subprocess.run(
+    def ended(self, command: Sequence[str], folder: Path | None = None) -> "subprocess.CompletedProcess[str]":
+        """A command of llama.cpp after it has run, in `folder`; `stdout` has all that it printed."""
+        return subprocess.run(
             command,
             cwd=folder,
             env=self.environment,
@@ -73,6 +73,10 @@ class LlamaCpp:
             text=True,
             errors="replace",
         )
+
+    def _run(self, command: Sequence[str], folder: Path) -> str | None:
+        """What it said last if it failed; None if it did not."""
+        done = self.ended(command, folder)
         if done.returncode == 0:
             return None
         lines = [line.strip() for line in done.stdout.replace("\r", "\n").splitlines() if line.strip()]
@@ -134,15 +138,7 @@ def _quantiser() -> tuple[str, ...] | None:
 def _check_type(found: LlamaCpp, kind: str) -> None:
     """InvalidRequestError if the quantiser does not list `kind`: it is asked before anything is merged."""
     assert found.quantize is not None
-    done = subprocess.run(
-        [*found.quantize, "--help"],
-        env=found.environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    done = found.ended([*found.quantize, "--help"])
     listed = set(re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b|\bF16\b|\bF32\b", done.stdout))
     if not listed:
         last = done.stdout.strip().splitlines()[-1:] or [f"status {done.returncode}"]

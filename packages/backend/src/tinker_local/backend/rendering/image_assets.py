@@ -7,10 +7,9 @@ operator named, its addresses are public ones, and the connection goes to the ad
 
 import asyncio
 import contextlib
-import socket
 import ssl
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
@@ -28,8 +27,10 @@ from tinker_local.types import (
     UnsupportedError,
 )
 from tinker_local.types.named_pictures import (
+    Addresses,
     NotBelowError,
     TooManyBytesError,
+    addresses_of,
     check_image_host,
     is_named_host,
     is_public,
@@ -48,14 +49,6 @@ MAX_PROMPTS = 8
 MAX_LOOK_UPS = 8
 """Of one host's name, at once. The system's resolver can be given up, but not stopped, and holds a thread until it
 returns; further look-ups wait for a place until the time is up."""
-
-Addresses = Callable[[str, int], Iterable[str]]
-
-
-def addresses_of(host: str, port: int) -> list[str]:
-    """The IP addresses of a host by the system's resolver; OSError if it has none."""
-    return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-
 
 FOLDER = ""
 """The place of files, beside the names of hosts; also of what is refused before anything is read."""

@@ -27,7 +27,7 @@ IN_FLIGHT = 2
 """Steps that are submitted before the first of them is awaited."""
 
 PACE = 10
-"""Last steps of which the time and the tokens are told: answers of two steps may come together."""
+"""Steps over which tokens per second are averaged: the answers to two steps may arrive at the same moment."""
 
 LINES = 50
 """Lines about steps in a run, about."""
@@ -37,7 +37,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 
 class DivergedError(ApiError):
-    """The loss is no longer a number."""
+    """The loss became NaN or infinite."""
 
 
 @dataclass(slots=True)

@@ -8,11 +8,10 @@ for prompts (`tinker_local.types.named_pictures`).
 import asyncio
 import base64
 import hashlib
-import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,10 @@ from tinker_local.client.encode_images import chunk_of
 from tinker_local.types import InvalidRequestError, open_picture
 from tinker_local.types.errors import brief
 from tinker_local.types.named_pictures import (
+    Addresses,
     NotBelowError,
     TooManyBytesError,
+    addresses_of,
     check_image_host,
     is_named_host,
     is_public,
@@ -42,14 +43,8 @@ SECONDS = 20.0
 REDIRECTS = 3
 
 _Result = TypeVar("_Result")
-Addresses = Callable[[str, int], Iterable[str]]
 
 _UNREADABLE = (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError)  # what PIL's readers raise
-
-
-def addresses_of(host: str, port: int) -> list[str]:
-    """The IP addresses of a host by the system's resolver; OSError if it has none."""
-    return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
 @dataclass(frozen=True, slots=True)

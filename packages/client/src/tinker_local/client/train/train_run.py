@@ -105,7 +105,7 @@ def train(
         say: Prints a line.
 
     Raises InvalidRequestError before anything is trained if a setting, the folder or the data are wrong, DivergedError
-    if the loss is no longer a number, and what the SDK raises. In the main thread the first Ctrl-C saves a checkpoint
+    if the loss becomes NaN or infinite, and what the SDK raises. In the main thread the first Ctrl-C saves a checkpoint
     and returns; the second raises KeyboardInterrupt.
     """
     folder = RunFolder(Path(out))
@@ -252,7 +252,7 @@ def _started(
     service: tinker.ServiceClient, model: str, path: str, asked: dict[str, Any]
 ) -> tuple[tinker.TrainingClient, dict[str, Any]]:
     """One with the weights of a checkpoint and a new optimizer, and `asked` with its rank. InvalidRequestError if there
-    is no such checkpoint, or it has another rank than was asked for, or another base model."""
+    is no such checkpoint, or if its rank or base model is not the one that was asked for."""
     try:
         client = service.create_training_client_from_state(path).result()
     except tinker.NotFoundError as error:
