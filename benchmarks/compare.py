@@ -9,7 +9,10 @@ is waited for, on sequences of 64 to 2,048 tokens of a model with dense layers, 
 linear attention; and with the dense one from a save of weights to the first token that is sampled with them, and
 samples of 512 tokens with that adapter. Random weights in the shapes of Qwen3-8B, Qwen3-30B-A3B and Qwen3.5-9B with
 fewer layers. The server that goes first changes each time. Only the API is used, so that a checkout may be of any age.
-Nothing else should run on the machine, not on another of its GPUs either: programs there moved a step by a sixth.
+
+A line ends when the 95 % interval of its ratio is within 1 %, or after --seconds. What waits for the host's processors
+moves by a tenth from one round to the next, so each server has half of the cores to itself, and nothing else should run
+on the machine, not on another of its GPUs either.
 """
 
 import argparse
@@ -20,7 +23,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +34,21 @@ from engine import room_for_models
 from harness import machine, processes
 from harness.model_shapes import SHAPES
 from harness.scale import SCALES, Scale
-from on_cpu import Line, in_turns
+from on_cpu import Line, in_turns, interval
 from stacks import HALF, MODEL, Run, commit_of, keep, side_by_side
 
 MODELS = {"dense": ("qwen3-8b", 12), "experts": ("qwen3-30b-a3b", 6), "linear attention": ("qwen3.5-9b", 8)}
 """The shape of each model, and how many of its layers it has."""
 STEPS = 4
 """Of a measurement: a single one of these small models takes 0.3 s, of which a machine's other work moves a tenth."""
-SAVES = 20
-"""In a round, which are short."""
+SAVES = 5
+"""Of a measurement, after one that is not counted: the first after a turn of the other server takes twice as long."""
 SECONDS = 300
 """Most that the weights of one may take to write."""
+PRECISE = 0.01
+"""Width of an interval that is narrow enough."""
+FEWEST, MOST = 8, 1000
+"""Rounds of a line."""
 
 
 def scale_of(name: str, tiny: bool) -> Scale:
@@ -63,6 +72,7 @@ def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[L
         serve = ["--model", f"{MODEL}={model}", "--kv-cache", str(scale.kv_cache_bytes / 2**30)]
         serve += ["--micro-batch-tokens", str(scale.micro_batch_tokens), *HALF]
         serve += ["--max-context-length", str(2 * scale.longest)]
+        cores = halves(sorted(os.sched_getaffinity(0)))
         with contextlib.ExitStack() as stack:
             makers: dict[str, Any] = {
                 name: served(
@@ -70,32 +80,53 @@ def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[L
                     *serve,
                     log=logs / f"serve-{name}-{what}.log",
                     environment=processes.environment(checkout),
+                    cores=own,
                 )
-                for name, checkout in checkouts.items()
+                for (name, checkout), own in zip(checkouts.items(), cores, strict=True)
             }
             runner = stack.enter_context(asyncio.Runner())
             steps = 1 if options.tiny else STEPS
             runs = {name: Run(runner, url, scale, steps) for name, url in side_by_side(makers, stack).items()}
-            yield from (Line(f"training, {what}", *found) for found in training(runs, options.rounds))
+            parts: dict[str, tuple[Callable[[Run, int], float], int]] = {
+                f"training, {what}": (Run.train, next(iter(runs.values())).trained_tokens)
+            }
             if what == "dense":
-                sampled = scale.requests * scale.output_tokens
-                saves = {name: run.hand_over for name, run in runs.items()}
-                times = SAVES * options.rounds
-                yield from (Line("saves to a first token in 1000 s", *found) for found in in_turns(saves, times, 1000))
-                samples = {name: run.sample for name, run in runs.items()}
-                yield from (Line("sampling, the SDK", *found) for found in in_turns(samples, options.rounds, sampled))
+                parts["saves to a first token in 1000 s"] = (several_saves, 1000 * SAVES)
+                parts["sampling, the SDK"] = (Run.sample, scale.requests * scale.output_tokens)
+            for part, (work, amount) in parts.items():
+                ways = {name: partial(work, run) for name, run in runs.items()}
+                yield from (Line(part, *found) for found in in_turns(ways, MOST, amount, enough(options.seconds)))
         shutil.rmtree(model)
 
 
-def training(runs: dict[str, Run], rounds: int) -> Iterator[tuple[str, list[float]]]:
-    tokens = next(iter(runs.values())).trained_tokens
-    return in_turns({name: run.train for name, run in runs.items()}, rounds, tokens)
+def several_saves(run: Run, turn: int) -> float:
+    run.hand_over(turn)
+    return run.hand_overs(turn, SAVES)
+
+
+def halves(cores: list[int]) -> tuple[list[int], list[int]]:
+    """Neighbours, which may be two threads of one core, stay together."""
+    middle = len(cores) // 4 * 2
+    return (cores[:middle], cores[middle : 2 * middle]) if middle else (cores, cores)
+
+
+def enough(seconds: float) -> Callable[[list[list[float]]], bool]:
+    """Whether a line of two ways has been measured well, or for `seconds`."""
+    end = time.monotonic() + seconds
+
+    def known(taken: list[list[float]]) -> bool:
+        if len(taken[0]) < FEWEST:
+            return False
+        least, most = interval(taken[0], taken[1])
+        return most - least <= PRECISE or time.monotonic() > end
+
+    return known
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="the other checkout")
-    parser.add_argument("--rounds", type=int, default=5, help="of each checkout")
+    parser.add_argument("--seconds", type=float, default=150, help="most of a line, of which there are five")
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
     parser.add_argument("--tiny", action="store_true", help="tiny models, on a CPU")
     parser.add_argument("--out", type=Path, help="folder for dated files of the result")

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -186,9 +186,12 @@ def served(
     python: str = sys.executable,
     log: Path | None = None,
     environment: Mapping[str, str] | None = None,
+    cores: Collection[int] = (),
 ) -> Iterator[str]:
-    """The URL of a `tinker-local serve` in another process, which ends with the context. `log`: gets its log."""
-    command = [python, "-m", "tinker_local.backend.cli.main", "serve", *arguments, "--port", "0"]
+    """The URL of a `tinker-local serve` in another process, which ends with the context. `log`: gets its log. `cores`:
+    the only ones that it runs on."""
+    pinned = ["taskset", "--cpu-list", ",".join(map(str, cores))] if cores else []
+    command = [*pinned, python, "-m", "tinker_local.backend.cli.main", "serve", *arguments, "--port", "0"]
     with nullcontext() if log is None else log.open("w") as errors:
         process = subprocess.Popen(
             [*command, "--data-dir", str(data_dir)], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment

@@ -189,13 +189,20 @@ def train(client: tinker.TrainingClient, steps: int = STEPS) -> float:
     return time.perf_counter() - start
 
 
-def in_turns(ways: Mapping[str, Callable[[int], float]], rounds: int, tokens: int) -> Iterator[tuple[str, list[float]]]:
+def in_turns(
+    ways: Mapping[str, Callable[[int], float]],
+    rounds: int,
+    tokens: int,
+    enough: Callable[[list[list[float]]], bool] = lambda _: False,
+) -> Iterator[tuple[str, list[float]]]:
     """Tokens per second of each round by way; a way gets the round's number and returns seconds. The first way of a
-    round is the last of the next."""
+    round is the last of the next. `enough` gets each way's seconds after a round, and may end them before `rounds`."""
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(rounds + 1):
         for way in ways if turn % 2 == 0 else reversed([*ways]):
             seconds[way].append(ways[way](turn))
+        if enough([of_way[1:] for of_way in seconds.values()]):
+            break
     for way, of_way in seconds.items():
         yield way, [tokens / each for each in of_way[1:]]  # the first is not counted
 
@@ -235,7 +242,7 @@ def _seeded(call: Callable[..., float], number: int, work: tuple[int, int, int],
 
 def table(lines: list[Line]) -> str:
     """Each way's rate, the least and most of its rounds, and its ratio to the way before it; in brackets, with five
-    rounds or more, the 95 % interval of the mean of the rounds' ratios, by Student's t of their logarithms."""
+    rounds or more, that ratio's `interval`."""
     rows = [f"{'':26} {'':8} {'tokens/s':>9} {'least':>7} {'most':>7}  ratio"]
     before: Line | None = None
     for line in lines:
@@ -248,13 +255,19 @@ def table(lines: list[Line]) -> str:
     return "\n".join(rows)
 
 
-def _interval(rates: list[float], before: list[float]) -> str:
-    if len(rates) < 5:
-        return ""
+def interval(rates: list[float], before: list[float]) -> tuple[float, float]:
+    """The 95 % interval of the mean of the rounds' ratios, by Student's t of their logarithms."""
     from scipy import stats  # type: ignore[import-untyped]
 
     found = stats.ttest_1samp(np.log(rates) - np.log(before), 0.0).confidence_interval(0.95)
-    return f" ({math.exp(found.low):.3f} to {math.exp(found.high):.3f})"
+    return math.exp(found.low), math.exp(found.high)
+
+
+def _interval(rates: list[float], before: list[float]) -> str:
+    if len(rates) < 5:
+        return ""
+    least, most = interval(rates, before)
+    return f" ({least:.3f} to {most:.3f})"
 
 
 def main() -> int:

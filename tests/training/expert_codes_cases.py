@@ -55,9 +55,13 @@ class Case:
 
     def exact(self, x: torch.Tensor, bias: bool, scores: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Products in float64 [T, K, out], and the sum of what adds up to each, without signs."""
-        rows = x.double().view(len(self.experts), -1, 1, x.shape[1]).expand(*self.experts.shape, 1, -1)
-        weight = self.weight.double()[self.experts].transpose(2, 3)
-        found, size = (rows @ weight)[:, :, 0], (rows.abs() @ weight.abs())[:, :, 0]
+        rows = x.double().view(len(self.experts), -1, x.shape[1]).expand(*self.experts.shape, -1)
+        found = rows.new_empty(*self.experts.shape, self.weight.shape[1])
+        size = torch.empty_like(found)
+        for expert, weight in enumerate(self.weight):  # all at once would be a matrix for each token
+            own = self.experts == expert
+            found[own] = rows[own] @ weight.double().T
+            size[own] = rows[own].abs() @ weight.double().abs().T
         if bias:
             added = self.bias.double()[self.experts]
             found, size = found + added, size + added.abs()
