@@ -166,6 +166,8 @@ def rows_of(task: str, numbers: dict[str, Any], options: argparse.Namespace, mod
         command = [sys.executable, "-m", "measurements.beside_samples", str(file), server.url]
         [line] = lines_of(command, environment_of(options, ours=True), options.work / "samples.txt", quiet=True)
     samples = line["samples"]
+    if options.tiny:  # random weights answer no sum
+        samples = [[*texts, f" {answer}", " 0 and 0"] for (_, answer), texts in zip(asked, samples, strict=True)]
     flat = [
         [answer, beside_rows.first_line(text)]
         for (_, answer), texts in zip(asked, samples, strict=True)
