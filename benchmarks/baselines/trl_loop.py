@@ -138,6 +138,8 @@ def dpo(settings: dict[str, Any]) -> None:
 
         def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
             """Also keep the loss with all digits, and which tokens were trained on: chosen, rejected, chosen, ..."""
+            if not self.model.training:
+                return super().compute_loss(model, inputs, *arguments, **named)
             labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
             pairs = len(labels) // 2
             for place in (half + pair for pair in range(pairs) for half in (0, pairs)):
@@ -153,13 +155,15 @@ def dpo(settings: dict[str, Any]) -> None:
         beta=settings["dpo_beta"],
         precompute_ref_log_probs=True,  # once, as the other side does
         train_sampling_strategy="sequential",
+        per_device_eval_batch_size=settings["batch"],
     )
     trainer = Watched(
         settings["model"],
         args=config,
         train_dataset=Dataset.from_list(settings["examples"]),
+        eval_dataset=Dataset.from_list(settings["kept"]),
         peft_config=lora(settings),
-        callbacks=[callback(losses, {"accuracy": "rewards/accuracies"})],
+        callbacks=[callback(losses, {"accuracy": "rewards/accuracies", "margin": "rewards/margins"})],
     )
     save_first(trainer, settings)
     measured_training(trainer, settings)
@@ -256,8 +260,11 @@ def held_out(trainer: Any, settings: dict[str, Any], step: int) -> None:
 
 
 def answered(trainer: Any, settings: dict[str, Any], step: int) -> None:
-    """Replies to the held-out prompts at temperature 0, each beside the right answer."""
+    """Replies to the held-out prompts at temperature 0, each beside the right answer; and of held-out pairs the loss,
+    the share whose chosen answer gained more, and by how much."""
     begin = time.perf_counter()
+    measured = trainer.evaluate() if settings["task"] == "dpo" else {}
+    names = {"loss": "eval_loss", "accuracy": "eval_rewards/accuracies", "margin": "eval_rewards/margins"}
     asked = settings["asked"]
     tokenizer = trainer.processing_class
     batch = tokenizer.pad({"input_ids": asked}, padding_side="left", return_tensors="pt")
@@ -266,6 +273,7 @@ def answered(trainer: Any, settings: dict[str, Any], step: int) -> None:
     say(
         held_out=step,
         replies=[list(pair) for pair in zip(settings["answers"], texts, strict=True)],
+        **{name: measured[key] for name, key in names.items() if key in measured},
         s=time.perf_counter() - begin,
     )
 

@@ -15,11 +15,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 Row = dict[str, Any]
 """`job`: the words of a `Job`. `steps`: a dict for each, with `loss`, `grad_norm`, `s` and, of GRPO, `reward` and
-`tokens` (the mean length of an answer). `held_out`: right answers before and after, of all but `sft`, and of `rows` and
-`dpo` the mean `score`. `server_s`: from the start of the server until it is ready, of ours. `start_s`: from the start
-of the program until the first step, or measurement. `total_s`: of all, the server included. `peak_gib`: of the
-resident memory of all processes. `others_cores`: how many cores other programs had meanwhile, on average. `device_gib`:
-of the GPU's, of all that uses it."""
+`tokens` (the mean length of an answer), of DPO `margin` and `accuracy`. `held_out`: right answers before and after, of
+all but `sft`, of `rows` and `dpo` the mean `score`, and of `dpo` the same of its pairs as of steps. `server_s`: from
+the start of the server until it is ready, of ours. `start_s`: from the start of the program until the first step, or
+measurement. `total_s`: of all, the server included. `peak_gib`: of the resident memory of all processes.
+`others_cores`: how many cores other programs had meanwhile, on average. `device_gib`: of the GPU's, of all that uses
+it."""
 
 
 class Job(NamedTuple):
@@ -191,8 +192,14 @@ def mean_distance(one: Sequence[float], other: Sequence[float]) -> float:
     return statistics.fmean(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
+def largest_distance(one: Sequence[float], other: Sequence[float]) -> float:
+    """The largest absolute difference of a step."""
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
 def pair_lines(trl: Sequence[Row], ours: Sequence[Row], key: str, digits: int) -> list[str]:
-    """How far two runs of the same program are from each other, and one of each: the mean over all such pairs."""
+    """How far two runs of the same program are from each other, and one of each: the mean over all such pairs, and the
+    largest of a step."""
     pairs = {
         "two seeds of TRL": itertools.combinations(trl, 2),
         "two seeds of tinker-local": itertools.combinations(ours, 2),
@@ -200,8 +207,21 @@ def pair_lines(trl: Sequence[Row], ours: Sequence[Row], key: str, digits: int) -
     }
     lines = []
     for name, chosen_pairs in pairs.items():
-        if distances := [mean_distance(curve(one, key), curve(other, key)) for one, other in chosen_pairs]:
-            lines.append(f"    {name:<42}{statistics.fmean(distances):.{digits}f}")
+        if curves := [(curve(one, key), curve(other, key)) for one, other in chosen_pairs]:
+            middle = statistics.fmean(mean_distance(one, other) for one, other in curves)
+            largest = max(largest_distance(one, other) for one, other in curves)
+            lines.append(f"    {name:<42}{middle:.{digits}f}, at most {largest:.{digits}f}")
+    return lines
+
+
+def step_table(rows: Sequence[Row], key: str) -> list[str]:
+    """A line for each step, with what each run has there."""
+    names = [".".join(Job(*row["job"]).name.split(".")[1:]) for row in rows]
+    columns = [curve(row, key) for row in rows]
+    lines = ["    step" + "".join(f"{name:>13}" for name in names)]
+    for step, values in enumerate(itertools.zip_longest(*columns), start=1):
+        cells = (f"{'-' if value is None else f'{value:.5f}':>13}" for value in values)
+        lines.append(f"    {step:>4}" + "".join(cells))
     return lines
 
 
@@ -251,18 +271,29 @@ def loss_report(rows: Sequence[Row], task: str) -> list[str]:
         for seed, row in enumerate(group):
             losses = curve(row, "loss")
             lines.append(f"  {name:<13} seed {seed}   first {losses[0]:.4f}   last {losses[-1]:.4f}{_scored(row)}")
-    lines.append("  mean over the steps of the absolute difference:")
+    lines.append("  mean over the steps of the absolute difference of losses, and the largest:")
     lines += pair_lines(trl, ours, "loss", 5)
     middle = mean_curve(trl, "loss")
     for seed, row in enumerate(ours):
         distance = mean_distance(curve(row, "loss"), middle)
         lines.append(f"    {f'tinker-local seed {seed} and the mean of TRL':<42}{distance:.5f}")
-    for row in found(rows, task, "ours", "same"):
+    same = found(rows, task, "ours", "same")
+    for row in same:
         one, other = curve(row, "loss"), curve(trl[0], "loss")
-        largest = max(abs(a - b) for a, b in zip(one, other, strict=True))
         name = "both from TRL's first adapter of seed 0"
-        lines.append(f"    {name:<42}{mean_distance(one, other):.7f}, at most {largest:.7f}{_scored(row)}")
+        lines.append(
+            f"    {name:<42}{mean_distance(one, other):.7f}, at most {largest_distance(one, other):.7f}{_scored(row)}"
+        )
         lines.append(f"    {'  norm of the gradient, relative':<42}{_relative(row, trl[0])}")
+    lines += ["  loss of each step:", *step_table([*trl, *ours, *same], "loss")]
+    if all("margin" in row["steps"][0] for row in (*trl, *ours, *same)):
+        lines.append("  margin of rewards, chosen less rejected: mean absolute difference, and the largest:")
+        lines += pair_lines(trl, ours, "margin", 5)
+        for row in same:
+            one, other = curve(row, "margin"), curve(trl[0], "margin")
+            name = "both from TRL's first adapter of seed 0"
+            lines.append(f"    {name:<42}{mean_distance(one, other):.7f}, at most {largest_distance(one, other):.7f}")
+        lines += ["  margin of each step:", *step_table([*trl, *ours, *same], "margin")]
     return lines
 
 
@@ -271,10 +302,16 @@ def _scored(row: Row) -> str:
     if "held_out" not in row:
         return ""
     before, after = row["held_out"]
-    return (
+    told = (
         f"   held out {before['right']} -> {after['right']} of {after['of']} right, "
         f"mean score {before['score']:.3f} -> {after['score']:.3f}"
     )
+    if "margin" in before:
+        told += (
+            f", loss {before['loss']:.4f} -> {after['loss']:.4f}, margin {after['margin']:.3f}, "
+            f"{after['accuracy']:.0%} of pairs won"
+        )
+    return told
 
 
 def _relative(row: Row, other: Row) -> str:

@@ -45,9 +45,9 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def in_order(path: Path, tokenizer: Any, numbers: dict[str, Any]) -> dict[str, Any]:
-    """`examples` to train on, of all steps in order; `asked`: ids of the held-out prompts, in the order in which they
-    are evaluated; `answers` to them; and the `stop` tokens of a reply. ValueError if `path` has not exactly the rows of
-    `numbers`: all steps, and those held out."""
+    """`examples` to train on, of all steps in order; `kept`: those held out, in the order in which they are evaluated;
+    `asked`: ids of their prompts; `answers` to them; and the `stop` tokens of a reply. ValueError if `path` has not
+    exactly the rows of `numbers`: all steps, and those held out."""
     from tinker_local.client.train.evaluate import ends_of
     from tinker_local.client.train.examples import Preference
     from tinker_local.client.train.rendering import Renderer
@@ -65,12 +65,14 @@ def in_order(path: Path, tokenizer: Any, numbers: dict[str, Any]) -> dict[str, A
     trained, held_out = split_rows(len(rows), chosen.held_out, chosen.seed)
     plan = Plan(trained, chosen)
     order = [row for step in range(1, plan.total + 1) for row in plan.rows_of(step)]
-    examples: list[dict[str, list[int]]] = []
-    for row in order:
+
+    def example(row: int) -> dict[str, list[int]]:
         found = rows.examples(row)
-        examples.append(_pair(found) if isinstance(found, Preference) else _labelled(found[0]))
+        return _pair(found) if isinstance(found, Preference) else _labelled(found[0])
+
     return {
-        "examples": examples,
+        "examples": [example(row) for row in order],
+        "kept": [example(int(row)) for row in held_out],
         "asked": [rows.prompt(int(row))[0].to_ints() for row in held_out],
         "answers": [rows.raw(int(row))["answer"] for row in held_out],
         "stop": sorted({tokenizer.eos_token_id, *ends_of(rows, plan.rows_of(1))}),

@@ -16,7 +16,7 @@ def main() -> None:
 
     settings: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     service = tinker.ServiceClient(base_url=sys.argv[2], api_key="tml-local")
-    sampler = service.create_sampling_client(base_model=settings["name"])
+    sampler = service.create_sampling_client(base_model=settings["name"]).result()
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     futures = []
     for place, ids in enumerate(settings["prompts"]):

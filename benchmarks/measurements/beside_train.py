@@ -105,9 +105,10 @@ def told(metrics: Sequence[Mapping[str, Any]], replies: Sequence[Sequence[str]])
         if "held_out_loss" in line:
             begin = size * measured.index(line)
             lines.append({"held_out": line["step"], "replies": list(replies[begin : begin + size])})
-            lines[-1]["loss"] = line["held_out_loss"]
+            names = ("loss", "accuracy", "margin")
+            lines[-1] |= {name: line[f"held_out_{name}"] for name in names if f"held_out_{name}" in line}
         else:
-            kept = {name: line[name] for name in ("loss", "grad_norm", "accuracy") if name in line}
+            kept = {name: line[name] for name in ("loss", "grad_norm", "accuracy", "margin") if name in line}
             lines.append({"step": line["step"], **kept, "s": line["seconds"]})
     return lines
 

@@ -45,6 +45,11 @@ def test_rows_are_trained_in_the_order_of_the_plan_and_held_out_ones_are_not(tok
         assert asked == f"{beside_rows.SHOWN}{int(answer) - 1} + 1 ="
     held_out = [int(answer) for answer in made["answers"]]
     assert sorted(learned + held_out) == list(range(1, 11))
+    kept = [
+        tokenizer.decode([label for label in each["labels"][:-1] if label >= 0], skip_special_tokens=True)
+        for each in made["kept"]
+    ]
+    assert [int(answer) for answer in kept] == held_out
     assert learned != sorted(learned)
     for ids, answer in zip(made["asked"], held_out, strict=True):
         assert tokenizer.decode(ids) == f"{beside_rows.SHOWN}{answer - 1} + 1 ="
@@ -74,8 +79,10 @@ def test_pairs_have_one_prompt_and_two_answers_that_end(tokenizer: Any, tmp_path
         rows.append(beside_rows.pair_row(question, answer, [" 99", f" {answer}"], [0.0, 1.0]))
     beside_rows.write_rows(path, [row for row in rows if row is not None])
     made = beside_rows.in_order(path, tokenizer, numbers())
-    assert len(made["examples"]) == 6
-    for pair in made["examples"]:
+    assert (len(made["examples"]), len(made["kept"])) == (6, 4)
+    kept = [tokenizer.decode(pair["chosen_ids"][:-1]).strip() for pair in made["kept"]]
+    assert kept == made["answers"]
+    for pair in made["examples"] + made["kept"]:
         right = int(tokenizer.decode(pair["chosen_ids"][:-1]))
         assert tokenizer.decode(pair["prompt_ids"]) == f"{beside_rows.SHOWN}{right - 1} + 1 ="
         assert tokenizer.decode(pair["rejected_ids"][:-1]) == " 99"
@@ -101,13 +108,13 @@ def test_replies_go_to_the_evaluation_that_they_are_of() -> None:
 
     metrics = [
         {"step": 0, "held_out_loss": 2.0, "held_out_judge": 0.0},
-        {"step": 1, "loss": 1.0, "grad_norm": 3.0, "learning_rate": 1e-3, "seconds": 4.0, "tokens": 9.0},
-        {"step": 1, "held_out_loss": 1.5, "held_out_judge": 0.5},
+        {"step": 1, "loss": 1.0, "margin": 0.5, "grad_norm": 3.0, "learning_rate": 1e-3, "seconds": 4.0, "tokens": 9.0},
+        {"step": 1, "held_out_loss": 1.5, "held_out_margin": 0.25, "held_out_accuracy": 0.75, "held_out_judge": 0.5},
     ]
     assert told(metrics, [["1", "a"], ["2", "b"], ["1", "1"], ["2", "d"]]) == [
         {"held_out": 0, "replies": [["1", "a"], ["2", "b"]], "loss": 2.0},
-        {"step": 1, "loss": 1.0, "grad_norm": 3.0, "s": 4.0},
-        {"held_out": 1, "replies": [["1", "1"], ["2", "d"]], "loss": 1.5},
+        {"step": 1, "loss": 1.0, "grad_norm": 3.0, "margin": 0.5, "s": 4.0},
+        {"held_out": 1, "replies": [["1", "1"], ["2", "d"]], "loss": 1.5, "margin": 0.25, "accuracy": 0.75},
     ]
 
 
@@ -149,8 +156,11 @@ def test_questions_are_all_different() -> None:
 
 
 def trained(side: str, seed: int, loss: list[float], right: int, variant: str = "") -> dict[str, Any]:
-    steps = [{"loss": each, "grad_norm": 1.0, "s": 2.0} for each in loss]
-    held_out = [{"right": 1, "of": 8, "score": 0.2}, {"right": right, "of": 8, "score": 0.5}]
+    steps = [{"loss": each, "grad_norm": 1.0, "margin": 4 * (0.5 - each), "s": 2.0} for each in loss]
+    held_out = [
+        {"right": 1, "of": 8, "score": 0.2, "loss": 0.69, "margin": 0.0, "accuracy": 0.0},
+        {"right": right, "of": 8, "score": 0.5, "loss": 0.6, "margin": 0.25, "accuracy": 0.75},
+    ]
     made = {"job": ["dpo", side, seed, variant], "start_s": 3.0, "total_s": 60.0, "peak_gib": 7.0, "others_cores": 0.5}
     return {**made, "steps": steps, "held_out": held_out, "server_s": 40.0 if side == "ours" else None}
 
@@ -163,10 +173,33 @@ def test_the_report_has_losses_and_held_out_answers_of_each_task() -> None:
     rows += [trained("ours", 0, [0.5, 0.5], 4), trained("ours", 0, [0.5, 0.25], 3, "same")]
     lines = beside.text(rows, []).splitlines()
     [ours] = [line for line in lines if line.startswith("  tinker-local  seed 0")]
-    assert ours.endswith("held out 1 -> 4 of 8 right, mean score 0.200 -> 0.500")
-    assert any(line.split() == ["two", "seeds", "of", "TRL", "0.25000"] for line in lines)
-    assert any(line.split() == ["one", "of", "each,", "mean", "of", "all", "pairs", "0.12500"] for line in lines)
+    assert "held out 1 -> 4 of 8 right, mean score 0.200 -> 0.500, loss 0.6900 -> 0.6000, margin 0.250, 75% of" in ours
+    losses, margins = ("two seeds of TRL 0.25000, at most 0.50000", "two seeds of TRL 1.00000, at most 2.00000")
+    told = [" ".join(line.split()) for line in lines]
+    assert told.index(losses) < told.index(margins)
+    assert "one of each, mean of all pairs 0.12500, at most 0.25000" in told
     assert any("first adapter of seed 0" in line and "0.0000000, at most 0.0000000" in line for line in lines)
+    begin = told.index("loss of each step:")
+    assert told[begin + 1 : begin + 4] == [
+        "step trl.0 trl.1 ours.0 ours.0.same",
+        "1 0.50000 0.50000 0.50000 0.50000",
+        "2 0.25000 0.75000 0.50000 0.25000",
+    ]
+    begin = told.index("margin of each step:")
+    assert told[begin + 3] == "2 1.00000 -1.00000 0.00000 1.00000"
+
+
+def test_a_report_without_margins_has_none_and_steps_that_a_run_lacks_are_dashes() -> None:
+    from harness import beside
+
+    rows = [trained("trl", 0, [0.5], 3), trained("ours", 0, [0.5], 4)]
+    for row in rows:
+        del row["steps"][0]["margin"], row["held_out"][0]["margin"]
+    report = "\n".join(beside.loss_report(rows, "dpo"))
+    assert "margin" not in report
+    assert "loss of each step" in report
+    uneven = beside.step_table([rows[0], trained("ours", 0, [0.5, 0.25], 4)], "loss")
+    assert [line.split() for line in uneven[1:]] == [["1", "0.50000", "0.50000"], ["2", "-", "0.25000"]]
 
 
 @pytest.mark.rotated(2)
