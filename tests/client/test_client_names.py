@@ -48,6 +48,7 @@ def test_the_clients_keep_every_parameter_of_the_sdk() -> None:
         ]
 
 
+@pytest.mark.more
 def test_importing_the_client_does_not_load_transformers_or_the_backend() -> None:
     code = (
         "import sys, tinker_local.client as c; c.model_input;"

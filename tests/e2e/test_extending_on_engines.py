@@ -25,6 +25,8 @@ from tinker_local.types import (
     SamplingParams,
 )
 
+pytestmark = pytest.mark.more
+
 PROMPT = [40, 41, 42, 43]
 
 

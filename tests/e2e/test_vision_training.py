@@ -19,6 +19,8 @@ from tinker_local.types.sdk import to_sdk
 from tests.conftest import VISION
 from tests.e2e.test_agreement import TOLERANCE, difference, sampler_logprobs, tokens, trainer_logprobs
 
+pytestmark = pytest.mark.more
+
 Inputs = list[tuple[ModelInput, np.ndarray]]
 STEP = tinker.AdamParams(learning_rate=0.01)
 

@@ -59,6 +59,7 @@ def quoted(text: str, instruction: str) -> str:
     return "" if found is None else found[1]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["smollm2", "tokenizer-qwen3", "tokenizer-llama3_1"])
 def test_ollamas_template_renders_what_the_models_own_does(name: str, tmp_path: Path) -> None:
     folder, tokenizer = tokenizer_in(name)
@@ -80,6 +81,7 @@ def test_the_system_message_that_a_template_inserts_is_the_modelfiles(tmp_path: 
     assert 'PARAMETER stop "<|im_end|>"' in text.splitlines()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -95,6 +97,7 @@ def test_what_the_models_own_template_does_besides_is_said(name: str, words: str
     assert words in modelfile(folder, tmp_path)[1].splitlines()
 
 
+@pytest.mark.more
 def test_a_template_that_puts_the_system_message_into_the_users_is_left_out(tmp_path: Path) -> None:
     folder, _ = tokenizer_in("tokenizer-gemma3")
     written, text = modelfile(folder, tmp_path)

@@ -554,6 +554,7 @@ def test_each_target_alone_reaches_the_sampler(family: str, folder: Folder, tmp_
             assert effect > 0.02, f"{name} changes logprobs by {effect:.2g}"
 
 
+@pytest.mark.more
 def test_a_model_with_experts_may_come_after_one_without(
     folder: Folder, tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.float64 import Exact
 
+pytestmark = pytest.mark.more
+
 FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "gemma3_text")
 ON_GPU = torch.cuda.is_available()
 TOLERANCE = 0.5

@@ -214,6 +214,7 @@ def test_trainer_and_sampler_agree_with_each_target_alone(
     assert min(effect for name, effect in effects.items() if name is not None) > EFFECT, effects
 
 
+@pytest.mark.more
 def test_an_image_is_never_split_over_two_steps(
     trainer: HFTrainer, exact: Exact, folder: Path, images: Sequence[RenderedImage]
 ) -> None:
@@ -225,6 +226,7 @@ def test_an_image_is_never_split_over_two_steps(
     assert_agree(trainer, exact, None, prompts, outputs)
 
 
+@pytest.mark.more
 async def test_the_rest_of_an_image_whose_beginning_is_in_the_prefix_cache_sees_all_of_it(
     trainer: HFTrainer, exact: Exact, folder: Path, images: Sequence[RenderedImage]
 ) -> None:
@@ -324,6 +326,7 @@ def test_its_vision_tower_cannot_be_trained(trainer: HFTrainer) -> None:
         trainer.create_adapter("tower", LoraConfig(rank=4, train_vision=True))
 
 
+@pytest.mark.more
 async def test_a_server_starts_and_trainer_and_sampler_agree(folder: Path, tmp_path: Path) -> None:
     said: list[str] = []
     options = BackendOptions(

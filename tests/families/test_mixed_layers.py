@@ -21,6 +21,8 @@ from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_
 from tinker_local.backend.vllm_engine import adapter_targets, patches
 from tinker_local.types import TRAIN_VISION, CreateModelRequest, InvalidRequestError, LoraConfig
 
+pytestmark = pytest.mark.more
+
 LOGPROB = 1e-4
 """Nats."""
 
@@ -77,7 +79,6 @@ def vllms_own_classes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(each, "packed_modules_mapping", {"qkv_proj": ["q_proj", "k_proj", "v_proj"]})
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("kind", KINDS)
 async def test_each_target_alone_reaches_the_sampler(kind: str, tmp_path: Path) -> None:
     vision, fields = KINDS[kind]

@@ -36,6 +36,8 @@ from tinker_local.types import AdamParams, LoraConfig, UnsupportedError
 
 from tests.float64 import Exact
 
+pytestmark = pytest.mark.more
+
 OWN: dict[str, dict[str, Any]] = {
     "phi3": {},  # joined projections, in vLLM's own class
     "olmo2": {},  # vLLM has no class that takes adapters, and runs transformers' instead
@@ -73,7 +75,6 @@ OWN: dict[str, dict[str, Any]] = {
 }
 """Fields of each config, beyond what all have."""
 
-FAST = ("phi3", "olmo2")
 
 REACHED = {
     "apertus": "q_proj, k_proj, v_proj, o_proj, up_proj, down_proj, lm_head",
@@ -159,9 +160,7 @@ def test_its_checkpoint_gives_the_trainers_logprobs_in_peft(model_type: str, tmp
     Exact(trainer).assert_near("all", inputs, trainer.logprobs("all", *inputs), np.concatenate(found))
 
 
-@pytest.mark.parametrize(
-    "model_type", [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.more) for kind in OWN]
-)
+@pytest.mark.parametrize("model_type", OWN)
 def test_a_model_without_a_family_starts_and_says_what_adapters_reach(model_type: str, tmp_path: Path) -> None:
     said = asyncio.run(started(tiny(model_type, tmp_path / "model"), tmp_path / "data"))
     (trains,) = (line for line in said if line.startswith("tiny/other: trained by the "))

@@ -32,6 +32,8 @@ from transformers import AutoModelForImageTextToText
 from tests.float64 import Exact, InFloat64
 from tests.training.autograd_reference import assert_computes_like
 
+pytestmark = pytest.mark.more
+
 TARGETS = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "out_proj"),
@@ -181,7 +183,6 @@ def continued(work: SampleWork, output: Any) -> tuple[RenderedInput, np.ndarray[
     return replace(work.prompt, token_ids=ids), np.concatenate([output.prompt_logprobs[1:], sequence.logprobs])
 
 
-@pytest.mark.more
 def test_each_target_alone_reaches_the_sampler(trainer: HFTrainer, exact: Exact, folder: Path, tmp_path: Path) -> None:
     """An adapter that changes one projection alone, one after the other, and one after training; all in the same steps,
     beside the base model."""

@@ -312,6 +312,7 @@ async def all_of(sampler: VLLMSampler, works: list[SampleWork], *, close: bool =
             await sampler.close()
 
 
+@pytest.mark.more
 @pytest.mark.mutation(
     "features-of-another-tower",
     "VLLMSampler._sample.make",

@@ -118,6 +118,7 @@ def test_rows_have_their_own_random_numbers_in_whatever_parts_they_come(k: int) 
     assert len(np.unique(whole)) == whole.size
 
 
+@pytest.mark.more
 def test_random_numbers_of_a_few_rows_take_their_own_memory() -> None:
     """Those of 1,024 rows were made: a prompt of two tokens with 2**24 alternatives took 128 GiB."""
     start_tracing()

@@ -72,6 +72,7 @@ async def test_engines_of_one_process_sample_side_by_side(text: Any, untied: Any
     await asyncio.gather(*(check(served, seed) for seed in range(5) for served in (text, untied, vl, vl25)))
 
 
+@pytest.mark.more
 async def test_an_exception_in_a_step_fails_what_was_in_flight_and_the_engine_comes_back(
     text: Any, untied: Any, tmp_path: Path
 ) -> None:

@@ -21,6 +21,8 @@ from tinker_local.backend.vllm_engine.compat_vllm import default_dtype, runs_on_
 from tests.families.test_other_families import tiny
 from tests.training.test_rotations import scaled_queries
 
+pytestmark = pytest.mark.more
+
 NAME = "tiny/probed"
 
 
@@ -205,7 +207,6 @@ IN_BFLOAT16 = [family for family in TEXT_FAMILIES if not family.startswith("qwen
 """vLLM's kernels of linear attention on CPUs refuse small heads in bfloat16."""
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("family", [*IN_BFLOAT16, "qwen3_vl", "qwen2_5_vl", "gemma3"])
 async def test_rounding_of_bfloat16_takes_three_quarters_of_what_is_normal_at_most(tmp_path: Path, family: Any) -> None:
     make = make_tiny_text_model if family in TEXT_FAMILIES else make_tiny_vl_model

@@ -45,6 +45,7 @@ def array(seed: int, size: int = 2 * BLOCK_BYTES) -> np.ndarray:
     return np.frombuffer(np.random.default_rng(seed).bytes(size), np.uint8)
 
 
+@pytest.mark.more
 def test_a_block_is_reused_once_its_arrays_are_gone(ends: tuple[Channel, Channel]) -> None:
     sender, receiver = ends
     before = memory_files()

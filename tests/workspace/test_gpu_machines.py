@@ -121,6 +121,7 @@ assert abs(before - with_context) < 2**30, (before, with_context)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
+@pytest.mark.more
 def test_the_cuda_of_torch_is_read_without_importing_it() -> None:
     program = """
 import sys

@@ -81,6 +81,7 @@ with tinker.ServiceClient(backend=InProcessBackend(models, options, load=load_fa
 """
 
 
+@pytest.mark.more
 def test_client_and_fake_server_work_where_torch_and_transformers_are_absent_on_fakes(tmp_path: Path) -> None:
     """What `pip install tinker-local` brings trains, saves, loads and samples through the SDK."""
     command = [sys.executable, "-c", WITHOUT_AN_ENGINE, str(tmp_path)]

@@ -83,6 +83,7 @@ def test_experts_that_vllm_turns_round_are_told_that_they_fit_in_fewer_bits(shar
     assert said in least
 
 
+@pytest.mark.more
 def test_a_head_that_loading_would_refuse_is_not_advised() -> None:
     """gpt-oss, whose experts vLLM turns round."""
     import transformers
