@@ -45,7 +45,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import beside, beside_rows, machine, processes, timing
+from harness import beside, beside_rows, environments, machine, processes, timing
 from harness.beside import Job, Row
 
 ROOT = Path(__file__).parents[1]
@@ -93,17 +93,8 @@ def arguments() -> argparse.Namespace:
 
 def make_environment(folder: Path) -> Path:
     """The python of an environment with TRL in `folder`; made by uv where it is not there yet."""
-    wanted = [f"trl=={TRL}", *(f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in SHARED)]
-    wanted += FURTHER
-    python, stamp = folder / "bin" / "python", folder / "beside-trl-stamp"
-    if not stamp.exists() or stamp.read_text() != "\n".join(wanted):
-        uv = shutil.which("uv") or str(ROOT / ".uv" / "bin" / "uv")
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        print(f"making {folder}: {' '.join(wanted)}", flush=True)
-        subprocess.run([uv, "venv", "--quiet", "--clear", "--python", version, str(folder)], check=True)
-        subprocess.run([uv, "pip", "install", "--quiet", "--python", str(python), *wanted], check=True)
-        stamp.write_text("\n".join(wanted))
-    return python
+    shared = (f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in SHARED)
+    return environments.made(folder, [f"trl=={TRL}", *shared, *FURTHER])
 
 
 def numbers_of(job: Job, options: argparse.Namespace) -> dict[str, Any]:
