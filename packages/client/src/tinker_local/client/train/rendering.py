@@ -22,7 +22,7 @@ from tinker_local.client.rl.environment import Message
 from tinker_local.client.rl.trajectory import Turn, turns_to_data
 from tinker_local.client.train.examples import Example
 from tinker_local.client.train.forms import Answered, Dialogue, Picture, RowMessage, Written
-from tinker_local.client.train.media import Media
+from tinker_local.client.train.media import Media, ReadPicture
 from tinker_local.client.train.picture_places import PicturePlaces, places_of
 from tinker_local.types import InvalidRequestError
 
@@ -199,16 +199,25 @@ class Renderer:
         thoughts = next((name for name in _THOUGHTS if chat.reads(name, row.tools)), None)
         contents: list[dict[str, Any]] = []
         images: list[list[tinker.types.ImageChunk]] = []
+        digests: list[bytes] = []
         for message in row.messages:
-            content, found = chat.content(self._message(message, media, thoughts), message.field)
+            content, found = chat.content(self._message(message, media, thoughts, digests), message.field)
             contents.append(self._in_text(content) if in_text else content)
             images.append(found)
         tools = [chat.protect_all(tool) for tool in row.tools] or None
-        return _Talk(chat, self._places, row, contents, images, {"tools": tools})
+        return _Talk(chat, self._places, row, contents, images, digests, {"tools": tools})
 
-    def _message(self, message: RowMessage, media: Media, thoughts: str | None) -> Message:
-        """As `Chat` takes it, with its pictures read. `thoughts`: what the template calls them."""
-        parts = tuple(self._picture(part, media) if isinstance(part, Picture) else part for part in message.parts)
+    def _message(self, message: RowMessage, media: Media, thoughts: str | None, digests: list[bytes]) -> Message:
+        """As `Chat` takes it, with its pictures read. `thoughts`: what the template calls them. `digests`: gets those
+        of the pictures' files."""
+        parts: list[str | tinker.types.ImageChunk] = []
+        for part in message.parts:
+            if isinstance(part, str):
+                parts.append(part)
+                continue
+            read = self._picture(part, media)
+            parts.append(read.chunk)
+            digests.append(read.digest)
         further: dict[str, Any] = {}
         if message.calls:
             further["tool_calls"] = list(message.calls)
@@ -219,11 +228,11 @@ class Renderer:
             if thoughts is None:
                 raise CannotRender(f"{message.field}.{_THOUGHTS[0]}", _NO_THOUGHTS)
             further[thoughts] = message.thoughts
-        return Message(message.role, parts, further)
+        return Message(message.role, tuple(parts), further)
 
-    def _picture(self, picture: Picture, media: Media) -> tinker.types.ImageChunk:
+    def _picture(self, picture: Picture, media: Media) -> ReadPicture:
         try:
-            return media.chunk(picture.value, self.image_processor, picture.field, self._places.positions)
+            return media.picture(picture.value, self.image_processor, picture.field, self._places.positions)
         except InvalidRequestError as error:
             raise CannotRender(picture.field, str(error).removeprefix(f"{picture.field}: ")) from error
 
@@ -240,10 +249,13 @@ _NO_THOUGHTS = "the chat template of this model shows no thoughts; write them in
 
 
 class Begun(Protocol):
-    """A row as text. `pictures`: bytes of those that are held."""
+    """A row as text. `pictures`: bytes of those that are held. `digests`: of their files, in order."""
 
     @property
     def pictures(self) -> int: ...
+
+    @property
+    def digests(self) -> Sequence[bytes]: ...
 
     def answers(self) -> list[Answer]:
         """Raises CannotRender."""
@@ -257,6 +269,7 @@ class _BegunText:
     write: Callable[[Written], Answer]
     row: Written
     pictures: int = 0
+    digests: Sequence[bytes] = ()
 
     def answers(self) -> list[Answer]:
         return [self.write(self.row)]
@@ -272,7 +285,8 @@ def _as_refused() -> Iterator[None]:
 
 
 class _Talk:
-    """One conversation: `contents` are the messages as the template takes them, `images` the pictures of each.
+    """One conversation: `contents` are the messages as the template takes them, `images` the pictures of each, and
+    `digests` those of their files.
 
     Raises CannotRender if the template leaves out the text of a message other than an answer, and what it raises.
     """
@@ -284,6 +298,7 @@ class _Talk:
         row: Dialogue,
         contents: Sequence[dict[str, Any]],
         images: Sequence[Sequence[tinker.types.ImageChunk]],
+        digests: Sequence[bytes],
         options: Mapping[str, Any],
     ) -> None:
         self.chat = self._chat = chat
@@ -291,6 +306,7 @@ class _Talk:
         self._row = row
         self._contents = contents
         self._images = images
+        self.digests = digests
         self._options = options
         names = [chat.end_of_turn, chat.tokenizer.eos_token_id]
         names += [chat.tokenizer.convert_tokens_to_ids(name) for name in _FURTHER_ENDS]

@@ -68,6 +68,8 @@ class FileRows:
         """Rows of which answers were left out because they do not fit."""
         self.digest = ""
         """SHA-256 of the good rows in order, to see whether a data set is the same."""
+        self.pictures_digest = ""
+        """SHA-256 of the files of their pictures in order; "" if they have none."""
         self._source = source
         self._renderer = renderer
         self._media = media
@@ -83,9 +85,10 @@ class FileRows:
         lengths: list[tuple[int, int]] = []
         ends: list[int] = []
         problems: list[Problem] = []
-        digest = hashlib.sha256()
+        digest, pictures, any_picture = hashlib.sha256(), hashlib.sha256(), False
 
         def finish(group: Sequence[_BegunRow]) -> None:
+            nonlocal any_picture
             for row in group:
                 try:
                     found, short = self._finished(row, kind=self.kind if good else None)
@@ -98,6 +101,9 @@ class FileRows:
                     lengths.extend((each.length, each.trained) for each in _examples(found))
                     ends.append(len(lengths))
                     digest.update(repr(row.row).encode(errors="surrogatepass"))
+                    for each in (each for talk in row.talks for each in talk.digests):
+                        pictures.update(each)
+                        any_picture = True
                 if progress is not None:
                     progress(row.at + 1, len(self._source))
 
@@ -106,6 +112,8 @@ class FileRows:
         self._good, self._ends = np.array(good, np.int64), np.array(ends, np.int64)
         self._lengths = np.array(lengths, np.int64).reshape(-1, 2)
         self.skipped, self.digest = tuple(problems), digest.hexdigest()
+        self.pictures_digest = pictures.hexdigest() if any_picture else ""
+        self._media.complete()
 
     def __len__(self) -> int:
         return len(self._good)
