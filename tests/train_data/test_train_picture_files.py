@@ -8,6 +8,8 @@ from typing import Any
 
 import PIL.Image
 import pytest
+import tinker
+from tinker_local.client import encode_images
 from tinker_local.client.train import media
 from tinker_local.client.train.examples import Preference
 from tinker_local.client.train.rendering import Renderer
@@ -44,7 +46,7 @@ def read(tmp_path: Path, renderer_of: Callable[..., Renderer]) -> Callable[..., 
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The files that are decoded."""
     found: list[bytes] = []
-    real = media.chunk_of
+    real = encode_images.chunk_of
 
     def watched(data: Any, *given: Any) -> Any:
         found.append(data)
@@ -70,7 +72,7 @@ def test_a_picture_is_decoded_once_and_sent_as_its_file_is(
     assert isinstance(first, Preference)
     assert isinstance(again, Preference)
     for side in (first.chosen, first.rejected, again.chosen):
-        (chunk,) = (each for each in side.datum.model_input.chunks if hasattr(each, "data"))
+        (chunk,) = (each for each in side.datum.model_input.chunks if isinstance(each, tinker.types.ImageChunk))
         assert bytes(chunk.data) == picture("red", form)
         assert (chunk.format, chunk.length) == (form.lower(), 6)
 
