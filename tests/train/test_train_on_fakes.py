@@ -257,6 +257,22 @@ def test_an_evaluation_scores_held_out_answers_and_some_are_shown_on_fakes(run: 
     assert all("wanted 't" in line for line in run.said if line.startswith("    row "))
 
 
+class PlacedSums(Sums):
+    """Rows that say where they are, as those of a file do."""
+
+    def place(self, index: int) -> str:
+        return f"sums.jsonl line {index + 1}"
+
+
+def test_answers_are_told_by_the_lines_of_their_rows_on_fakes(run: Run) -> None:
+    """They were told by a number from 0, beside lines from 1 everywhere else."""
+    run(PlacedSums(), evaluation=read_evaluation("exact"), settings={"samples_shown": 2})
+    lines = {line.split(":")[0] for line in run.said if ": says " in line}
+    held_out = {f"    sums.jsonl line {at + 1}" for at in range(24)}
+    assert lines
+    assert lines <= held_out
+
+
 def test_bad_settings_folders_and_data_are_refused_before_training_on_fakes(run: Run) -> None:
     for settings, words in (
         ({"learning_rate": -1}, "learning_rate: must be more than 0"),

@@ -79,7 +79,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(write: Callable[..., Pa
 def test_an_array_and_other_files_are_refused(write: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"one JSON object a line, not an array .* must be named \.json"):
         open_source(write(json.dumps(ROWS)))
-    with pytest.raises(InvalidRequestError, match=r"data.csv must be .jsonl .*, .parquet or a folder"):
+    with pytest.raises(InvalidRequestError, match=r"data.csv must be .jsonl .*, .parquet, or a folder"):
         open_source(write("a,b", "data.csv"))
     with pytest.raises(InvalidRequestError, match="there is no"):
         open_source(tmp_path / "nothing.jsonl")
