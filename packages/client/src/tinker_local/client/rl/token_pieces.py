@@ -91,7 +91,7 @@ class TokenPieces:
             (tokens,) = self._all([name])
             if len(tokens) != 1 or tokens[0] not in added:
                 continue
-            if not added[tokens[0]].rstrip and not added[tokens[0]].single_word:
+            if not added[tokens[0]].rstrip and not getattr(added[tokens[0]], "single_word", False):
                 (behind,), (alone,) = self._all([f"{name}x"]), self._all(["x"])
                 return name if behind[1:] != alone else ""
         return ""
