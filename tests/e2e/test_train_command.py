@@ -171,6 +171,14 @@ def test_all_bad_rows_are_listed_and_can_be_skipped(real_server: Server, tmp_pat
     assert sorted(metrics(tmp_path / "run", "loss")) == [1, 2]
 
 
+def test_a_model_that_the_server_does_not_have_is_told_in_one_line(real_server: Server, tmp_path: Path) -> None:
+    data = write_sums(tmp_path / "sums.jsonl")
+    refused = run(str(data), "--model", "tiny/txt", "--url", real_server.url, "--out", str(tmp_path / "run"))
+    assert refused.returncode == 1
+    words = f"Error: model: the server at {real_server.url} has no tiny/txt; it has {TEXT}, {VISION}\n"
+    assert refused.stderr == words
+
+
 def errors_of(arguments: Sequence[str]) -> tuple[int, str]:
     done = run(*arguments)
     return done.returncode, done.stderr

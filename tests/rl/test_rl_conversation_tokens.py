@@ -381,17 +381,19 @@ def test_encoding_leaves_the_tokenizer_s_state_alone(
 ) -> None:
     """`split_special_tokens` of HF is a state that all threads share."""
     chat = make_chat()
-    asked: list[dict[str, Any]] = []
-    encode = chat.tokenizer.encode
+    backend, used = chat.tokenizer.backend_tokenizer, []
 
-    def watched(text: str, **how: Any) -> Any:
-        asked.append(how)
-        return encode(text, **how)
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            used.append(name)
+            return getattr(backend, name)
 
-    monkeypatch.setattr(chat.tokenizer, "encode", watched)
-    rl.Conversation(chat, rl.as_messages("<|im_end|> forged"))
-    assert asked
-    assert not any(how.get("split_special_tokens") for how in asked)
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise AssertionError(f"{name} is set to {value}")
+
+    monkeypatch.setattr(chat.tokenizer, "_tokenizer", Watched())
+    rl.Conversation(chat, rl.as_messages("<|im_end|> forged, and new"))
+    assert "encode_batch_fast" in used
 
 
 def sentencepiece_like() -> Any:

@@ -121,3 +121,13 @@ def test_short_runs_unknown_sizes_and_full_adapters_are_noted() -> None:
     assert "24 steps are few" in advise(known, "sft", 60, {}).notes[0]
     assert "its size is not known" in advise(unknown, "sft", 300, {}).notes[0]
     assert "compare held-out losses with rank 64" in advise(known, "sft", 100_000, {}, 500_000_000).notes[0]
+
+
+def test_of_a_single_row_none_is_held_out() -> None:
+    """The default of at least one left none to train on, and the run ended with an error about a setting."""
+    model = facts_of("Qwen3-4B", QWEN3_4B)
+    advice = advise(model, "sft", 1, {})
+    assert advice.settings.held_out == 0
+    assert "held_out 0: there is one row" in advice.lines()
+    assert advise(model, "sft", 2, {}).settings.held_out == 0.05
+    assert advise(model, "sft", 1, {"held_out": 0.5}).settings.held_out == 0.5

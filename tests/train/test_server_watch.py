@@ -23,9 +23,11 @@ def server(port: int = 0) -> Iterator[int]:
     with ThreadingHTTPServer(("127.0.0.1", port), Refuses) as one:
         thread = threading.Thread(target=one.serve_forever, args=(0.01,))
         thread.start()
-        yield one.server_port
-        one.shutdown()
-        thread.join()
+        try:
+            yield one.server_port
+        finally:  # a test that fails must not leave a thread for which the process waits
+            one.shutdown()
+            thread.join()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -39,7 +41,7 @@ def test_a_silent_server_is_told_of_and_one_that_answers_again_too() -> None:
     said: list[str] = []
     with server() as port:
         url = f"http://127.0.0.1:{port}"
-    with ServerWatch(url, said.append, every=0.02, patience=0.1):
+    with ServerWatch(url, said.append, every=0.3, patience=1.0):
         wait_for(lambda: bool(said))
         assert said[0].startswith(f"{url} has not answered for ")
         assert "--resume goes on from its last checkpoint" in said[0]

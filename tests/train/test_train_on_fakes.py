@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from tinker_local.client.train.objectives import Supervised
 from tinker_local.client.train.run_folder import RunFolder
 from tinker_local.types import InvalidRequestError
 
+from tests.conftest import Server
 from tests.train.rows_of_sums import Sums, TokenNames
 
 SETTINGS: dict[str, Any] = {"learning_rate": 0.05, "batch_size": 8, "epochs": 3.0, "held_out": 4, "rank": 4}
@@ -255,6 +257,22 @@ def test_an_evaluation_scores_held_out_answers_and_some_are_shown_on_fakes(run: 
     assert all("wanted 't" in line for line in run.said if line.startswith("    row "))
 
 
+class PlacedSums(Sums):
+    """Rows that say where they are, as those of a file do."""
+
+    def place(self, index: int) -> str:
+        return f"sums.jsonl line {index + 1}"
+
+
+def test_answers_are_told_by_the_lines_of_their_rows_on_fakes(run: Run) -> None:
+    """They were told by a number from 0, beside lines from 1 everywhere else."""
+    run(PlacedSums(), evaluation=read_evaluation("exact"), settings={"samples_shown": 2})
+    lines = {line.split(":")[0] for line in run.said if ": says " in line}
+    held_out = {f"    sums.jsonl line {at + 1}" for at in range(24)}
+    assert lines
+    assert lines <= held_out
+
+
 def test_bad_settings_folders_and_data_are_refused_before_training_on_fakes(run: Run) -> None:
     for settings, words in (
         ({"learning_rate": -1}, "learning_rate: must be more than 0"),
@@ -458,3 +476,12 @@ def test_speed_is_told_over_several_steps_on_fakes(run: Run) -> None:
     seconds, tokens = ([row[name] for row in report.curve if "learning_rate" in row] for name in ("seconds", "tokens"))
     (last,) = [line for line in run.said if line.startswith("step 9/9  loss")]
     assert f"{sum(tokens) / sum(seconds):,.0f} trained tokens/s" in last
+
+
+def test_a_model_that_a_fake_server_does_not_have_is_named_with_those_that_it_has(
+    fake_server: Server, tmp_path: Path
+) -> None:
+    words = f"model: the server at {fake_server.url} has no Qwen/Qwen3-4B; it has fake/bigram, fake/other"
+    with pytest.raises(InvalidRequestError, match=f"^{re.escape(words)}$"):
+        train(Sums(), model="Qwen/Qwen3-4B", out=tmp_path / "run", base_url=fake_server.url, say=lambda line: None)
+    assert not (tmp_path / "run").exists()

@@ -382,7 +382,7 @@ def media_of(site: Site, folder: Path, *addresses: str, **options: Any) -> Media
 
 
 def fetched(media: Media, renderer: Renderer, url: str) -> bytes:
-    return bytes(media.chunk(url, renderer.image_processor, "image").data)
+    return bytes(media.picture(url, renderer.image_processor, "image").chunk.data)
 
 
 @pytest.fixture

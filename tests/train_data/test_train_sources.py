@@ -77,15 +77,86 @@ def test_a_file_that_changes_while_it_is_read_is_refused(write: Callable[..., Pa
 
 
 def test_an_array_and_other_files_are_refused(write: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="one JSON object a line, not an array"):
-        open_source(write(json.dumps(ROWS), "data.json"))
-    with pytest.raises(InvalidRequestError, match=r"data.csv must be .jsonl .*, .parquet or a folder"):
+    with pytest.raises(InvalidRequestError, match=r"one JSON object a line, not an array .* must be named \.json"):
+        open_source(write(json.dumps(ROWS)))
+    with pytest.raises(InvalidRequestError, match=r"data.csv must be .jsonl .*, .parquet, or a folder"):
         open_source(write("a,b", "data.csv"))
     with pytest.raises(InvalidRequestError, match="there is no"):
         open_source(tmp_path / "nothing.jsonl")
     (tmp_path / "empty").mkdir()
     with pytest.raises(InvalidRequestError, match=r"a folder must hold a saved data set, or \.jsonl files"):
         open_source(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("text", [json.dumps(ROWS), json.dumps(ROWS, indent=2), "\ufeff[]", " [ ]\n"])
+def test_a_json_array_has_its_objects_as_rows(write: Callable[..., Path], text: str) -> None:
+    source = open_source(write(text, "data.json"))
+    assert all_of(source) == json.loads(text.removeprefix("\ufeff"))
+    if len(source):
+        assert source.place(4) == "data.json row 5"
+
+
+def test_a_json_file_of_lines_is_read_as_lines(write: Callable[..., Path]) -> None:
+    assert all_of(open_source(write("\n".join(map(json.dumps, ROWS)), "data.json"))) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[", "is not JSON: Expecting value"),
+        ('[{"a": 1},]', "is not JSON: Expecting value.* column 11"),
+        ('[{"a": 1} {"a": 2}]', r"is not JSON: Expecting ',' or '\]'.* column 11"),
+        ('[{"a": 1}', r"is not JSON: Expecting ',' or '\]'"),
+        ('[{"a": 1}] x', "is not JSON: Extra data behind the array"),
+        (b'[{"a": "\xff"}]', "byte 8 of data.json is not UTF-8"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_an_array_that_is_not_json_is_refused_as_a_whole(
+    write: Callable[..., Path], text: str | bytes, words: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        open_source(write(text, "data.json"))
+
+
+@pytest.mark.parametrize(
+    ("element", "words"),
+    [("7", "must be a JSON object"), ('{"a": 1, "a": 2}', "the field 'a' twice"), ('{"a": NaN}', "NaN is not JSON")],
+)
+def test_a_bad_row_of_an_array_is_one_bad_row(write: Callable[..., Path], element: str, words: str) -> None:
+    source = open_source(write(f"[{json.dumps(ROWS[0])}, {element}, {json.dumps(ROWS[1])}]", "data.json"))
+    with pytest.raises(RowError, match=f"data.json row 2: .*{words}"):
+        source.row(1)
+    assert source.row(2) == ROWS[1]
+
+
+@pytest.mark.parametrize("name", ["data.jsonl.gz", "data.jsonl.zst", "data.zip"])
+def test_a_compressed_file_is_to_be_unpacked(write: Callable[..., Path], name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{name} is compressed; unpack it first"):
+        open_source(write(b"\x1f\x8b", name))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_utf_16_is_told_once_and_not_for_each_line(write: Callable[..., Path], encoding: str) -> None:
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    with pytest.raises(
+        InvalidRequestError, match=r"data\.jsonl is in UTF-16, as PowerShell writes it; save it as UTF-8"
+    ):
+        open_source(write((mark + json.dumps(ROWS[0])).encode(encoding)))
+
+
+def test_a_folder_of_the_hub_with_several_splits_is_refused(tmp_path: Path) -> None:
+    """It would train on the test set, which comes first by name."""
+    folder = tmp_path / "set" / "data"
+    folder.mkdir(parents=True)
+    for name in ("test-00000-of-00001", "train-00000-of-00002", "train-00001-of-00002-9aef0a"):
+        (folder / f"{name}.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    with pytest.raises(InvalidRequestError, match=f"set has none of them; {folder} has some"):
+        open_source(tmp_path / "set")
+    with pytest.raises(InvalidRequestError, match="has files of the splits test, train; name one file, or a folder"):
+        open_source(folder)
+    (folder / "test-00000-of-00001.jsonl").unlink()
+    assert len(open_source(folder)) == 2
 
 
 def test_files_of_a_folder_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:

@@ -201,6 +201,9 @@ def _errors_in_words() -> Iterator[None]:
         raise click.ClickException(told) from None
     except RowError as error:
         raise click.ClickException(f"the data changed during training: {error}") from None
+    except tinker.APIStatusError as error:
+        detail = error.body.get("detail") if isinstance(error.body, dict) else None
+        raise click.ClickException(detail if isinstance(detail, str) else str(error)) from error
     except (ApiError, tinker.TinkerError, OSError) as error:
         raise click.ClickException(str(error)) from error
 

@@ -10,6 +10,8 @@ template puts its image token.
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import cache, lru_cache
+from types import ModuleType
 from typing import Any, TypeAlias, TypeVar
 
 import PIL.Image
@@ -17,6 +19,7 @@ import tinker
 from tinker_local.client.encode_images import ImageFormat, chunk_of
 from tinker_local.client.image_marks import QWEN
 from tinker_local.client.rl.environment import Message
+from tinker_local.client.rl.token_pieces import TokenPieces
 from tinker_local.types import InvalidRequestError
 from tinker_local.types.control_tokens import control_tokens, control_tokens_in_replies, special_tokens
 from tinker_local.types.processor_templates import processor_positions, processor_template
@@ -95,7 +98,9 @@ class Chat:
             re.compile("|".join(re.escape(name) for name in names if name in chosen)) for chosen in (names, in_replies)
         )
         self._any_fence = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
-        self._anchor = self._find_anchor()
+        self._any_fence_or_image = re.compile(f"{_OPEN}[0-9]+{_CLOSE}|{re.escape(image_token)}")
+        self._pieces = TokenPieces(tokenizer, self._written_marks(names), names)
+        self._pieces.ahead((part, True) for token in names for part in (token[:1], token[1:]) if part)
         self._spelled = [*(self._spell(token) for token in names), []]
         self._parts_alone = self._takes_parts_alone()
         self.end_of_turn = self._find_end_of_turn()
@@ -148,24 +153,26 @@ class Chat:
         `options`: further variables of the template for this text, beside those of the constructor: `tools`, say, which
         are protected by `protect_all`.
         """
-        return self._rendered(
-            messages,
-            options,
-            lambda given, variables: str(
+
+        def by_template(given: list[Any], variables: Mapping[str, Any]) -> str:
+            quick = _quick_templates()
+            if given and quick is not None and quick.can_render(self.tokenizer, variables):
+                return str(quick.rendered(self.tokenizer, self._source(variables), given, generate, variables))
+            return str(
                 self.tokenizer.apply_chat_template(
                     given, tokenize=False, add_generation_prompt=generate, chat_template=self._template, **variables
                 )
-            ),
-        )
+            )
+
+        return self._rendered(messages, options, by_template)
 
     def render_marked(
         self, messages: Sequence[Mapping[str, Any]], *, options: Mapping[str, Any] | None = None
     ) -> tuple[str, list[tuple[int, int]]] | None:
         """`render` without a generation prompt, and where what the template marks as the assistant's by
         `{% generation %}` begins and ends, in characters of the text. None if it has no such marks: most have none."""
-        tools = {**self._options, **(options or {})}.get("tools")
-        template = str(self.tokenizer.get_chat_template(self._template, tools=tools))
-        if not _GENERATION.search(template):
+        template = self._source({**self._options, **(options or {})})
+        if not _has_marks(template):
             return None
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -197,19 +204,22 @@ class Chat:
 
     def words(self, tools: Sequence[Mapping[str, Any]] = ()) -> set[str]:
         """The words of the template, among which are its variables; of the one for `tools`, where there are several."""
-        return {*_WORD.findall(str(self.tokenizer.get_chat_template(self._template, tools=list(tools) or None)))}
+        return {*_words(self._source({"tools": list(tools) or None}))}
 
     def reads(self, field: str, tools: Sequence[Mapping[str, Any]] = ()) -> bool:
         """Whether the template looks at a field of messages, as `message.field` or by its name in quotes."""
-        template = str(self.tokenizer.get_chat_template(self._template, tools=list(tools) or None))
-        return re.search(rf"""\.{field}\b|['"]{field}['"]""", template) is not None
+        return _reads(self._source({"tools": list(tools) or None}), field)
+
+    def _source(self, variables: Mapping[str, Any]) -> str:
+        """The template in use: a tokenizer may have another one for tools."""
+        return str(self.tokenizer.get_chat_template(self._template, tools=variables.get("tools")))
 
     def _check_tools(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> None:
         """ChatTemplateError for tools that a given template, as a processor's, would leave out without a word."""
         needed = {"tools": bool(variables.get("tools"))}
         needed["tool_calls"] = any(message.get("tool_calls") for message in messages)
         used = [word for word, is_used in needed.items() if is_used]
-        if self._template is not None and used and not {*used} <= {*_WORD.findall(self._template)}:
+        if self._template is not None and used and not {*used} <= _words(self._template):
             raise ChatTemplateError(
                 f"chat template: has no {', '.join(used)}; pass template=tokenizer.chat_template if that one has"
             )
@@ -292,8 +302,18 @@ class Chat:
             if index % 2:
                 tokens += self._spelled[int(piece)]
             elif piece:
-                tokens += self._encode_behind(piece) if continued or tokens else self._encode(piece)
+                tokens += self._pieces.encode(piece, continued or bool(tokens))
         return tokens
+
+    def encode_ahead(self, texts: Sequence[tuple[str, bool]]) -> None:
+        """Encode many texts at once, on all cores, so that `encode` and `chunks` find them done. With each text, its
+        `continued`."""
+        self._pieces.ahead(
+            (piece, continued or index > 0)
+            for text, continued in texts
+            for index, piece in enumerate(self._any_fence_or_image.split(text))
+            if piece
+        )
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Text of `tokens`; `special` includes special tokens."""
@@ -306,27 +326,19 @@ class Chat:
         name = self.decode([token], special=True)
         return name in self._special and name not in _THOUGHT_MARKS
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
-
-    def _encode_behind(self, text: str) -> list[int]:
-        return self._encode(self._anchor + text)[1:] if self._anchor else self._encode(text)
-
-    def _find_anchor(self) -> str:
-        """A token to encode text after if the tokenizer prepends a space (SentencePiece), else ""."""
-        added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        for name in self._fence_of:
-            tokens = self._encode(name)
-            if len(tokens) == 1 and tokens[0] in added and not added[tokens[0]].rstrip:
-                return name if self._encode(f"{name}x")[1:] != self._encode("x") else ""
-        return ""
+    def _written_marks(self, names: Sequence[str]) -> list[str]:
+        """The control tokens that the template's text may have: a tokenizer may have thousands of others."""
+        own = getattr(self.tokenizer, "chat_template", None) or ""
+        written = "\n".join([*map(str, own.values())] if isinstance(own, Mapping) else [str(own)])
+        given = {*self.tokenizer.all_special_tokens, self._image_token}
+        return [name for name in names if name in given or name in written or name in (self._template or "")]
 
     def _spell(self, token: str) -> list[int]:
         """Token ids of the characters of a special token.
 
         The token is cut in two. `split_special_tokens` would change the tokenizer for other threads.
         """
-        return self._encode_behind(token[:1]) + (self._encode_behind(token[1:]) if token[1:] else [])
+        return [number for part in (token[:1], token[1:]) for number in self._pieces.encode(part, True)]
 
     def _takes_parts_alone(self) -> bool:
         """Whether content must be a list of parts: some templates ignore strings."""
@@ -378,3 +390,29 @@ def files_of(client: tinker.TrainingClient) -> tuple[Any, Any, str | None, int |
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message["content"]
     return {**message, "content": [{"type": "text", "text": content}] if isinstance(content, str) else content}
+
+
+@cache
+def _quick_templates() -> ModuleType | None:
+    """None without transformers, or with a version whose templates are made otherwise."""
+    try:
+        from tinker_local.client.rl import quick_templates
+        from transformers.utils.chat_template_utils import _compile_jinja_template  # noqa: F401
+    except ImportError:
+        return None
+    return quick_templates
+
+
+@lru_cache(16)
+def _words(template: str) -> frozenset[str]:
+    return frozenset(_WORD.findall(template))
+
+
+@lru_cache(64)
+def _reads(template: str, field: str) -> bool:
+    return re.search(rf"""\.{field}\b|['"]{field}['"]""", template) is not None
+
+
+@lru_cache(16)
+def _has_marks(template: str) -> bool:
+    return _GENERATION.search(template) is not None

@@ -112,7 +112,7 @@ def turns_to_data(
             raise InvalidRequestError(f"turns[{index}]: {len(turn.logprobs)} logprobs for {len(turn.tokens)} tokens")
         if not turn.tokens:  # nothing to train; its prompt is part of the next one
             continue
-        prompt = _flatten(turn.prompt.chunks)
+        prompt = _runs(turn.prompt.chunks)
         if not sequence.is_prefix_of(prompt):
             data += sequence.data(loss_fn)
             sequence = _Sequence()
@@ -124,19 +124,29 @@ class _Sequence:
     """Tokens of turns that continue each other, with the loss inputs of each position."""
 
     def __init__(self) -> None:
-        self._elements: list[int | Chunk] = []  # an image is one element with several positions
+        self._runs: list[_Run] = []
         self._positions = 0
         self._logprobs: list[npt.NDArray[np.float32]] = []
         self._advantages: list[npt.NDArray[np.float32]] = []
         self._spans: list[Span] | None = []  # None once a turn has no request
 
-    def is_prefix_of(self, prompt: list[int | Chunk]) -> bool:
-        return prompt[: len(self._elements)] == self._elements
+    def is_prefix_of(self, prompt: list["_Run"]) -> bool:
+        if not self._runs:
+            return True
+        if len(prompt) < len(self._runs):
+            return False
+        *before, last = self._runs
+        other = prompt[len(before)]
+        begin = other[: len(last)] if isinstance(last, list) and isinstance(other, list) else other
+        return begin == last and prompt[: len(before)] == before
 
-    def append(self, turn: Turn, prompt: list[int | Chunk], advantage: float) -> None:
-        new = prompt[len(self._elements) :]
-        given, sampled = sum(map(_length, new)), len(turn.tokens)
-        self._elements += [*new, *map(int, turn.tokens)]  # numpy's integers too
+    def append(self, turn: Turn, prompt: list["_Run"], advantage: float) -> None:
+        """`prompt` begins with all that is here, and is kept."""
+        given, sampled = sum(map(_length, prompt)) - self._positions, len(turn.tokens)
+        self._runs = prompt if prompt and isinstance(prompt[-1], list) else [*prompt, []]
+        last = self._runs[-1]
+        assert isinstance(last, list)
+        last += map(int, turn.tokens)  # numpy's integers too
         self._logprobs += [np.zeros(given, np.float32), np.asarray(turn.logprobs, np.float32)]
         self._advantages += [np.zeros(given, np.float32), np.full(sampled, advantage, np.float32)]
         if not turn.sequence_id:
@@ -152,14 +162,16 @@ class _Sequence:
         """The datum, as a list; empty if no position predicts a sampled token."""
         if self._positions < 2:
             return []
-        targets = np.array([t for e in self._elements for t in ((e,) if isinstance(e, int) else (0,) * e.length)])
+        targets = np.concatenate(
+            [np.array(run if isinstance(run, list) else (0,) * run.length, np.int64) for run in self._runs]
+        )
         logprobs, advantages = np.concatenate(self._logprobs), np.concatenate(self._advantages)
-        inputs: dict[str, Any] = {"target_tokens": targets[1:].astype(np.int64)}
+        inputs: dict[str, Any] = {"target_tokens": targets[1:]}
         if loss_fn == "cross_entropy":
             inputs["weights"] = advantages[1:]
         else:
             inputs |= {"logprobs": logprobs[1:], "advantages": advantages[1:]}
-        datum = tinker.Datum(model_input=_model_input(self._elements[:-1]), loss_fn_inputs=inputs)
+        datum = tinker.Datum(model_input=_without_last(self._runs), loss_fn_inputs=inputs)
         if (spans := self._spans) is None:
             return [datum]
         return [datum.with_provenance([*spans[:-1], *_shorten(spans[-1])], [*_shorten(spans[0], first=1), *spans[1:]])]
@@ -172,32 +184,32 @@ def _shorten(span: Span, first: int = 0) -> list[Span]:
     return [replace(span, offset=span.offset + first, length=span.length - 1)]
 
 
-def _flatten(chunks: Sequence[Chunk]) -> list[int | Chunk]:
-    elements: list[int | Chunk] = []
+_Run: TypeAlias = list[int] | Chunk
+"""All tokens between two images, or an image."""
+
+
+def _runs(chunks: Sequence[Chunk]) -> list[_Run]:
+    """Copies of the tokens, so that they can be added to."""
+    runs: list[_Run] = []
     for chunk in chunks:
-        if isinstance(chunk, tinker.EncodedTextChunk):
-            elements += chunk.tokens
-        else:
-            elements.append(chunk)
-    return elements
+        if not isinstance(chunk, tinker.EncodedTextChunk):
+            runs.append(chunk)
+        elif runs and isinstance(runs[-1], list):
+            runs[-1] += chunk.tokens
+        elif chunk.tokens:
+            runs.append([*chunk.tokens])
+    return runs
 
 
-def _length(element: int | Chunk) -> int:
-    return 1 if isinstance(element, int) else element.length
+def _length(run: _Run) -> int:
+    return len(run) if isinstance(run, list) else run.length
 
 
-def _model_input(elements: Sequence[int | Chunk]) -> tinker.ModelInput:
-    """All text between two images as one chunk."""
-    chunks: list[Chunk] = []
-    text: list[int] = []
-    for element in elements:
-        if isinstance(element, int):
-            text.append(element)
-            continue
-        if text:
-            chunks.append(tinker.EncodedTextChunk(tokens=text))
-            text = []
-        chunks.append(element)
-    if text:
-        chunks.append(tinker.EncodedTextChunk(tokens=text))
-    return tinker.ModelInput(chunks=chunks)
+def _without_last(runs: Sequence[_Run]) -> tinker.ModelInput:
+    """All text between two images as one chunk, but for the last token."""
+    *before, last = runs
+    assert isinstance(last, list)
+    kept: list[_Run] = [*before, last[:-1]] if len(last) > 1 else before
+    return tinker.ModelInput(
+        chunks=[tinker.EncodedTextChunk(tokens=run) if isinstance(run, list) else run for run in kept]
+    )

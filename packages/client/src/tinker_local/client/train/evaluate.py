@@ -142,6 +142,11 @@ class Answerer:
     decode: Callable[[Sequence[int]], str]
     stop: Sequence[int] = ()
 
+    def place(self, row: int) -> str:
+        """Where a row is, as in its problems; its number, from 0, if the rows do not say."""
+        place = getattr(self.rows, "place", None)
+        return f"row {row}" if place is None else str(place(row))
+
     def answers(self, sampler: tinker.SamplingClient, rows: Sequence[int], longest: int | None) -> list[Answered]:
         """One reply to each row, of at most `longest` tokens; None: a few more than the longest of the answers."""
         if not rows:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from tinker_local.client.train.examples import Kind, Problem
+from tinker_local.client.train.foreign_rows import Unclear, messages_of, spoken_turns
 from tinker_local.client.train.sources import RowError, unique_object
 from tinker_local.types.errors import brief
 
@@ -129,8 +130,7 @@ def _kind(value: Any) -> str:
 # The three forms -----------------------------------------------------------------------------------------------------
 
 _HINTS = {
-    "conversations": "rename it to messages, with role (user, assistant) for from and content for value",
-    "instruction": "write prompt and completion, or messages",
+    "instruction": "output, which goes with it, is missing",
     "question": "write prompt and completion, or messages",
     "text": "write prompt and completion: a text alone does not say what to train",
 }
@@ -138,23 +138,65 @@ _HINTS = {
 
 def _form(reader: _Reader, row: Mapping[str, Any]) -> Answered | Pair | None:
     pair, completed = [name for name in ("chosen", "rejected") if name in row], "completion" in row
+    if "messages" in row and len(pair) == 2 and _same(row["messages"], row["chosen"]):
+        row = {name: value for name, value in row.items() if name != "messages"}  # UltraFeedback has it twice
     if "messages" in row and (pair or completed):
-        other = (pair or ["completion"])[0]
-        reader.refuse(other, "beside messages: it is not clear which of them to train; leave one out")
+        other = " and ".join(pair or ["completion"])
+        also = "" if pair else " (with prompt)"
+        reader.refuse(
+            "messages",
+            f"beside {other}: it is not clear which of them to train; leave out the column messages, or {other}{also}",
+        )
         return None
     if pair:
         return _pair(reader, row, pair)
-    if completed or "prompt" in row:
+    if completed or ("prompt" in row and "messages" not in row):
         return _completed(reader, row)
     if "messages" not in row:
+        try:
+            found = messages_of(row)
+        except Unclear as error:
+            reader.refuse(error.field, error.reason)
+            return None
+        if found is not None:
+            return _conversation(reader, row, *found)
         hint = next((f"; {name}: {hint}" for name, hint in _HINTS.items() if name in row), "")
-        found = brief(", ".join(map(str, row)))
-        reader.refuse("", f"has neither messages, nor prompt and completion, nor chosen and rejected ({found}){hint}")
+        columns = brief(", ".join(map(str, row)))
+        reader.refuse("", f"has neither messages, nor prompt and completion, nor chosen and rejected ({columns}){hint}")
         return None
+    if "prompt" in row and not _is_asked(row["messages"], row["prompt"]):
+        reader.refuse(
+            "prompt", "beside messages, and not the text of one that is the user's; leave out the column prompt"
+        )
+        return None
+    return _conversation(reader, row, row["messages"], "messages")
+
+
+def _conversation(reader: _Reader, row: Mapping[str, Any], value: Any, field: str) -> Dialogue | None:
     pictures = _Pictures(reader, row)
-    messages = _messages(reader, row["messages"], "messages", pictures)
+    messages = _messages(reader, value, field, pictures)
     pictures.check_all_used()
     return _dialogue(reader, row, messages, given=0)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two lists of messages are equal, but for nulls."""
+    if not (isinstance(one, list) and isinstance(other, list)):
+        return False
+    return [*map(_without_nulls, one)] == [*map(_without_nulls, other)]
+
+
+def _without_nulls(message: Any) -> Any:
+    if not isinstance(message, Mapping):
+        return message
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def _is_asked(messages: Any, text: Any) -> bool:
+    """Whether `text` is what a user's message has, as in UltraChat's column `prompt`."""
+    asked = [each for each in messages if isinstance(each, Mapping)] if isinstance(messages, list) else []
+    asked = [each for each in asked if each.get("role") == "user" and isinstance(each.get("content"), str)]
+    return isinstance(text, str) and text.strip() in [each["content"].strip() for each in asked]
 
 
 def _completed(reader: _Reader, row: Mapping[str, Any]) -> Answered | None:
@@ -168,14 +210,32 @@ def _completed(reader: _Reader, row: Mapping[str, Any]) -> Answered | None:
         return None
     if isinstance(row["prompt"], str) and isinstance(row["completion"], str):
         return _written(reader, row, row["prompt"], "completion")
-    if isinstance(row["prompt"], str) or isinstance(row["completion"], str):
-        reader.refuse("completion", "prompt and completion must both be texts, or both be lists of messages")
-        return None
+    return _answered(reader, row, row["prompt"], "completion")
+
+
+def _answered(reader: _Reader, row: Mapping[str, Any], prompt: Any, name: str) -> Dialogue | None:
+    """`prompt` and the column `name`, at least one of which is a list of messages."""
+    answer = row[name]
+    if isinstance(answer, str):
+        answer = [{"role": "assistant", "content": answer}]
+    if isinstance(prompt, str):
+        if not (isinstance(answer, list) and answer and _role(answer[0]) == "assistant"):
+            reader.refuse(
+                "prompt", f"is a text, so {name} must be a text, too, or a list of messages that begins with an answer"
+            )
+            return None
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and isinstance(answer, list) and _same(prompt, answer[: len(prompt)]):
+        answer = answer[len(prompt) :] or answer  # a whole conversation, with the prompt once more
     pictures = _Pictures(reader, row)
-    prompt = _messages(reader, row["prompt"], "prompt", pictures)
-    completion = _messages(reader, row["completion"], "completion", pictures)
+    before = _messages(reader, prompt, "prompt", pictures)
+    after = _messages(reader, answer, name, pictures)
     pictures.check_all_used()
-    return _dialogue(reader, row, [*prompt, *completion], given=len(prompt))
+    return _dialogue(reader, row, [*before, *after], given=len(before))
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
 
 
 def _written(reader: _Reader, row: Mapping[str, Any], prompt: str, name: str) -> Written | None:
@@ -199,31 +259,45 @@ def _pair(reader: _Reader, row: Mapping[str, Any], found: Sequence[str]) -> Pair
         return None
     texts = [isinstance(row[name], str) for name in ("chosen", "rejected")]
     prompt = row.get("prompt")
-    if all(texts):
-        if not isinstance(prompt, str):
-            missing = "missing: write the text that chosen and rejected answer"
-            reader.refuse("prompt", missing if prompt is None else "must be a text, as chosen and rejected are")
-            return None
-        chosen, rejected = (_written(reader, row, prompt, name) for name in ("chosen", "rejected"))
-        return Pair(chosen, rejected) if chosen and rejected else None
-    if any(texts):
+    if any(texts) and not all(texts):
         reader.refuse("rejected", "chosen and rejected must both be texts, or both be lists of messages")
         return None
+    if all(texts) and isinstance(prompt, str):
+        chosen, rejected = (_written(reader, row, prompt, name) for name in ("chosen", "rejected"))
+        return Pair(chosen, rejected) if chosen and rejected else None
+    if all(texts) and prompt is None:
+        spoken = [spoken_turns(row[name]) for name in ("chosen", "rejected")]
+        if not all(spoken):
+            reader.refuse("prompt", _no_prompt(row["chosen"], row["rejected"]))
+            return None
+        row = {**row, **dict(zip(("chosen", "rejected"), spoken, strict=True))}
     return _pair_of_messages(reader, row, prompt)
 
 
+def _no_prompt(chosen: str, rejected: str) -> str:
+    same = next((at for at, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other), 0)
+    begin = f"; both begin with the same {same} characters: move what is the prompt of them there" if same else ""
+    return f"missing: write the text that chosen and rejected answer{begin}"
+
+
 def _pair_of_messages(reader: _Reader, row: Mapping[str, Any], prompt: Any) -> Pair | None:
-    sides: list[Dialogue | None] = []
-    apart = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    answers = [row[name] for name in ("chosen", "rejected")]
+    alone = all(isinstance(each, list) and each and _role(each[0]) == "assistant" for each in answers)
+    apart = isinstance(prompt, list) or (isinstance(prompt, str) and alone)
     shared = 0 if apart else _shared(reader, row, prompt)
+    sides: list[Dialogue | None] = []
     for name in ("chosen", "rejected"):
-        pictures = _Pictures(reader, row)
-        before = _messages(reader, prompt, "prompt", pictures) if apart else []
-        messages = [*before, *_messages(reader, row[name], name, pictures)]
-        pictures.check_all_used()
-        sides.append(_dialogue(reader, row, messages, given=len(before) or shared))
         if reader.problems:
             return None
+        if apart:
+            sides.append(_answered(reader, row, prompt, name))
+            continue
+        pictures = _Pictures(reader, row)
+        messages = _messages(reader, row[name], name, pictures)
+        pictures.check_all_used()
+        sides.append(_dialogue(reader, row, messages, given=shared))
+    if reader.problems:
+        return None
     chosen, rejected = sides
     return Pair(chosen, rejected) if chosen and rejected else None
 
@@ -233,12 +307,13 @@ def _shared(reader: _Reader, row: Mapping[str, Any], prompt: Any) -> int:
     lists = [row[name] if isinstance(row[name], list) else [] for name in ("chosen", "rejected")]
     same = 0
     for one, other in zip(*lists, strict=False):
-        if one != other:
+        if _without_nulls(one) != _without_nulls(other):
             break
         same += 1
     users = [message.get("content") for message in lists[0][:same] if isinstance(message, Mapping)]
     if not same:
-        reader.refuse("prompt", "missing, and chosen and rejected do not begin with the same messages")
+        missing = "missing, and" if prompt is None else "is a text, and"
+        reader.refuse("prompt", f"{missing} chosen and rejected do not begin with the same messages")
     elif prompt is not None and prompt not in users:
         reader.refuse("prompt", "is a text that no message has with which both chosen and rejected begin")
     return same

@@ -100,6 +100,8 @@ def advise(facts: ModelFacts, kind: Kind, rows: int, chosen: Mapping[str, Any], 
         if name not in values:
             values[name], why[name] = value, reason
 
+    if rows == 1:
+        offer("held_out", 0.0, "there is one row")
     offer("rank", *rank_for(facts))
     offer("learning_rate", *learning_rate_for(facts, kind))
     offer("epochs", *epochs_for(facts, kind, rows))

@@ -183,7 +183,7 @@ class Loop:
         told = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items())
         self._say(f"step {step}/{self._plan.total}  {told}  ({len(self._held_out)} rows)")
         for each in answered[: self._settings.samples_shown]:
-            self._say(f"    row {each.row}: says {_shown(each.said)}, wanted {_shown(each.wanted)}")
+            self._say(f"    {self._answerer.place(each.row)}: says {_shown(each.said)}, wanted {_shown(each.wanted)}")
         self._seconds = time.monotonic()
 
     def _evaluate_or_save(self, step: int) -> None:

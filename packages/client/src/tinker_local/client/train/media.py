@@ -22,7 +22,7 @@ import httpx
 import PIL.Image
 import tinker
 from tinker_local.client.encode_images import chunk_of
-from tinker_local.types import InvalidRequestError, open_picture
+from tinker_local.types import InvalidRequestError, image_format, open_picture
 from tinker_local.types.errors import brief
 from tinker_local.types.named_pictures import (
     Addresses,
@@ -38,6 +38,9 @@ from tinker_local.types.pictures import MAX_PIXELS
 
 PICTURE_BYTES = 32 * 2**20
 """Of the file of one picture, as a server takes it."""
+
+_CONVERTED = -1
+"""In place of the positions of a picture that is not sent as its file is."""
 
 SECONDS = 20.0
 REDIRECTS = 3
@@ -69,9 +72,23 @@ class MediaRules:
                 raise InvalidRequestError(f"media hosts: {error}") from None
 
 
+@dataclass(frozen=True, slots=True)
+class ReadPicture:
+    """A picture with its number of positions, and a digest of its file."""
+
+    chunk: tinker.types.ImageChunk
+    digest: bytes
+
+
 class Media:
-    """Reads pictures of rows. `folder`: that of the data file, to which relative paths belong; then `rules.folders` are
-    tried. What was fetched stays in a temporary folder while this is used, so a host is asked once for a picture."""
+    """Reads pictures of rows, for one image processor. `folder`: that of the data file, to which relative paths belong;
+    then `rules.folders` are tried. What was fetched stays in a temporary folder while this is used, so a host is asked
+    once for a picture.
+
+    A picture is decoded once, to check it and to count its positions. Then its digest is remembered, about 150 bytes a
+    picture, and its file is sent as it is. One that must be converted is decoded each time: to keep what it becomes
+    would take as much memory as the data set, or as much of a disk.
+    """
 
     def __init__(
         self, rules: MediaRules, folder: Path, *, addresses: Addresses = addresses_of, seconds: float = SECONDS
@@ -82,16 +99,35 @@ class Media:
         self._seconds = seconds
         self._fetched = tempfile.TemporaryDirectory(prefix="tinker-local-media-") if self._hosts else None
         self._lock = threading.Lock()
+        self._positions: dict[bytes, int] = {}  # by the digests of files that were decoded; or _CONVERTED
+        self._complete = False
 
-    def chunk(
+    def complete(self) -> None:
+        """From now on, only files that were read before are taken: another one has changed."""
+        self._complete = True
+
+    def picture(
         self, value: str | bytes, image_processor: Any, field: str, positions: int | None = None
-    ) -> tinker.types.ImageChunk:
-        """A picture as a chunk with its number of positions: a path, a `file:`, `data:` or `http(s):` URL, or the bytes
-        of a file. `positions`: of every picture; None: `image_processor` counts them. Raises InvalidRequestError, which
-        begins with `field`."""
+    ) -> ReadPicture:
+        """A picture: a path, a `file:`, `data:` or `http(s):` URL, or the bytes of a file. `positions`: of every
+        picture; None: `image_processor` counts them. Raises InvalidRequestError, which begins with `field`."""
         if image_processor is None:
             raise InvalidRequestError(f"{field}: is a picture, and this model has no image processor: it reads text")
         data = value if isinstance(value, bytes) else self._read(value, field)
+        digest = hashlib.blake2b(data, digest_size=16).digest()
+        known = self._positions.get(digest)
+        if known is None and self._complete:
+            raise InvalidRequestError(f"{field}: this picture has changed since the rows were checked; start again")
+        found = image_format(data)
+        if known is not None and known != _CONVERTED and found in ("png", "jpeg"):
+            chunk = tinker.types.ImageChunk(data=data, format=found, expected_tokens=known)
+            return ReadPicture(chunk, digest)
+        chunk = self._decoded(data, image_processor, field, positions)
+        counted = chunk.expected_tokens
+        self._positions[digest] = _CONVERTED if counted is None or bytes(chunk.data) != data else counted
+        return ReadPicture(chunk, digest)
+
+    def _decoded(self, data: bytes, image_processor: Any, field: str, positions: int | None) -> tinker.types.ImageChunk:
         try:
             opened = open_picture(data)
         except _UNREADABLE as error:

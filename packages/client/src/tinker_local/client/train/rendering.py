@@ -7,11 +7,12 @@ if the tokens of its prompt begin with the tokens of that datum, and otherwise h
 trained behind exactly the tokens that a server would read before it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tinker
@@ -21,7 +22,7 @@ from tinker_local.client.rl.environment import Message
 from tinker_local.client.rl.trajectory import Turn, turns_to_data
 from tinker_local.client.train.examples import Example
 from tinker_local.client.train.forms import Answered, Dialogue, Picture, RowMessage, Written
-from tinker_local.client.train.media import Media
+from tinker_local.client.train.media import Media, ReadPicture
 from tinker_local.client.train.picture_places import PicturePlaces, places_of
 from tinker_local.types import InvalidRequestError
 
@@ -48,13 +49,20 @@ class CannotRender(Exception):
 @dataclass(frozen=True, slots=True)
 class Answer:
     """An answer to train. `prompt`: what a server gives to the model. `tokens`: what the model is to write, with the
-    end of turn; `trained`: which of them. `text`: the tokens as text, without special ones. `field`: of the row."""
+    end of turn; `trained`: which of them. `field`: of the row. `text`: what `decode` makes of the first `said` tokens,
+    which are those without the end."""
 
     prompt: tinker.ModelInput
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
-    text: str
     field: str
+    decode: Callable[[Sequence[int]], str]
+    said: int
+
+    @property
+    def text(self) -> str:
+        """The tokens as text, without special ones."""
+        return self.decode(self.tokens[: self.said])
 
     @property
     def length(self) -> int:
@@ -63,6 +71,9 @@ class Answer:
 
     def turns(self) -> Iterator[Turn]:
         """Its runs of trained tokens, each behind all that comes before."""
+        if all(self.trained):
+            yield Turn(self.prompt, self.tokens, np.zeros(len(self.tokens), np.float32), "", "stop", "")
+            return
         begin = 0
         for is_trained, run in groupby(self.trained):
             end = begin + len(list(run))
@@ -70,7 +81,7 @@ class Answer:
                 said = [tinker.EncodedTextChunk(tokens=list(self.tokens[:begin]))] if begin else []
                 prompt = tinker.ModelInput(chunks=[*self.prompt.chunks, *said])
                 tokens = self.tokens[begin:end]
-                yield Turn(prompt, tokens, np.zeros(len(tokens), np.float32), "", "stop", self.text)
+                yield Turn(prompt, tokens, np.zeros(len(tokens), np.float32), "", "stop", "")
             begin = end
 
 
@@ -121,12 +132,24 @@ class Renderer:
 
     def answers(self, form: Answered, media: Media) -> list[Answer]:
         """The answers to train of a row, in order. Reads its pictures. Raises CannotRender."""
+        return self.begin(form, media).answers()
+
+    def begin(self, form: Answered, media: Media) -> "Begun":
+        """A row as text, with its pictures read; `encode_ahead` takes many of them. Raises CannotRender."""
         if isinstance(form, Written):
-            return [self._written(form)]
-        try:
-            return self._answers(form, media)
-        except InvalidRequestError as error:
-            raise CannotRender("", str(error)) from error
+            return _BegunText(self._written, form)
+        with _as_refused():
+            chat, in_text = self._chosen(form)
+            return self._talk(form, media, chat, in_text)
+
+    def encode_ahead(self, rows: Iterable["Begun"]) -> None:
+        """Make the tokens of many rows at once, on all cores, where their `answers` find them."""
+        by_chat: dict[Chat, list[tuple[str, bool]]] = {}
+        for row in rows:
+            if isinstance(row, _Talk):
+                by_chat.setdefault(row.chat, []).extend(row.texts())
+        for chat, texts in by_chat.items():
+            chat.encode_ahead(texts)
 
     # Texts -----------------------------------------------------------------------------------------------------------
 
@@ -139,8 +162,8 @@ class Renderer:
                 reason = "the tokenizer has no end-of-sequence token, so the answer must end in a special token"
                 raise CannotRender(row.fields[1], reason)
             tokens = [*tokens, int(self.tokenizer.eos_token_id)]
-        text = self._plain.decode(tokens)
-        return Answer(tinker.ModelInput.from_ints(prompt), tuple(tokens), (True,) * len(tokens), text, row.fields[1])
+        given, trained = tinker.ModelInput.from_ints(prompt), (True,) * len(tokens)
+        return Answer(given, tuple(tokens), trained, row.fields[1], self._plain.decode, len(tokens))
 
     # Conversations ---------------------------------------------------------------------------------------------------
 
@@ -172,24 +195,29 @@ class Renderer:
             raise CannotRender("chat_template_kwargs", f"the chat template has no variable {', '.join(unknown)} to set")
         return chat, in_text
 
-    def _answers(self, row: Dialogue, media: Media) -> list[Answer]:
-        chat, in_text = self._chosen(row)
+    def _talk(self, row: Dialogue, media: Media, chat: Chat, in_text: bool) -> "_Talk":
         thoughts = next((name for name in _THOUGHTS if chat.reads(name, row.tools)), None)
         contents: list[dict[str, Any]] = []
         images: list[list[tinker.types.ImageChunk]] = []
+        digests: list[bytes] = []
         for message in row.messages:
-            content, found = chat.content(self._message(message, media, thoughts), message.field)
+            content, found = chat.content(self._message(message, media, thoughts, digests), message.field)
             contents.append(self._in_text(content) if in_text else content)
             images.append(found)
         tools = [chat.protect_all(tool) for tool in row.tools] or None
-        talk = _Talk(chat, self._places, row, contents, images, {"tools": tools})
-        talk.check_heard()
-        trained = (at for at, message in enumerate(row.messages) if message.role == "assistant" and message.weight)
-        return [talk.answer(at) for at in trained if at >= row.given]
+        return _Talk(chat, self._places, row, contents, images, digests, {"tools": tools})
 
-    def _message(self, message: RowMessage, media: Media, thoughts: str | None) -> Message:
-        """As `Chat` takes it, with its pictures read. `thoughts`: what the template calls them."""
-        parts = tuple(self._picture(part, media) if isinstance(part, Picture) else part for part in message.parts)
+    def _message(self, message: RowMessage, media: Media, thoughts: str | None, digests: list[bytes]) -> Message:
+        """As `Chat` takes it, with its pictures read. `thoughts`: what the template calls them. `digests`: gets those
+        of the pictures' files."""
+        parts: list[str | tinker.types.ImageChunk] = []
+        for part in message.parts:
+            if isinstance(part, str):
+                parts.append(part)
+                continue
+            read = self._picture(part, media)
+            parts.append(read.chunk)
+            digests.append(read.digest)
         further: dict[str, Any] = {}
         if message.calls:
             further["tool_calls"] = list(message.calls)
@@ -200,11 +228,11 @@ class Renderer:
             if thoughts is None:
                 raise CannotRender(f"{message.field}.{_THOUGHTS[0]}", _NO_THOUGHTS)
             further[thoughts] = message.thoughts
-        return Message(message.role, parts, further)
+        return Message(message.role, tuple(parts), further)
 
-    def _picture(self, picture: Picture, media: Media) -> tinker.types.ImageChunk:
+    def _picture(self, picture: Picture, media: Media) -> ReadPicture:
         try:
-            return media.chunk(picture.value, self.image_processor, picture.field, self._places.positions)
+            return media.picture(picture.value, self.image_processor, picture.field, self._places.positions)
         except InvalidRequestError as error:
             raise CannotRender(picture.field, str(error).removeprefix(f"{picture.field}: ")) from error
 
@@ -220,8 +248,48 @@ class Renderer:
 _NO_THOUGHTS = "the chat template of this model shows no thoughts; write them into content as the model does"
 
 
+class Begun(Protocol):
+    """A row as text. `pictures`: bytes of those that are held. `digests`: of their files, in order."""
+
+    @property
+    def pictures(self) -> int: ...
+
+    @property
+    def digests(self) -> Sequence[bytes]: ...
+
+    def answers(self) -> list[Answer]:
+        """Raises CannotRender."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _BegunText:
+    """A row without a chat format."""
+
+    write: Callable[[Written], Answer]
+    row: Written
+    pictures: int = 0
+    digests: Sequence[bytes] = ()
+
+    def answers(self) -> list[Answer]:
+        return [self.write(self.row)]
+
+
+@contextmanager
+def _as_refused() -> Iterator[None]:
+    """What the chat or its template refuses, as CannotRender of the whole row."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise CannotRender("", str(error)) from error
+
+
 class _Talk:
-    """One conversation: `contents` are the messages as the template takes them, `images` the pictures of each."""
+    """One conversation: `contents` are the messages as the template takes them, `images` the pictures of each, and
+    `digests` those of their files.
+
+    Raises CannotRender if the template leaves out the text of a message other than an answer, and what it raises.
+    """
 
     def __init__(
         self,
@@ -230,23 +298,48 @@ class _Talk:
         row: Dialogue,
         contents: Sequence[dict[str, Any]],
         images: Sequence[Sequence[tinker.types.ImageChunk]],
+        digests: Sequence[bytes],
         options: Mapping[str, Any],
     ) -> None:
-        self._chat = chat
+        self.chat = self._chat = chat
         self._places = places
         self._row = row
         self._contents = contents
         self._images = images
+        self.digests = digests
         self._options = options
         names = [chat.end_of_turn, chat.tokenizer.eos_token_id]
         names += [chat.tokenizer.convert_tokens_to_ids(name) for name in _FURTHER_ENDS]
         self._ends = {int(token) for token in names if token is not None} - {chat.tokenizer.unk_token_id}
+        self._check_heard()
+        trained = (at for at, message in enumerate(row.messages) if message.role == "assistant" and message.weight)
+        # Of each answer, the template's text before it, and with it.
+        self._texts = {
+            at: (self._render(contents[:at], generate=True), self._render(contents[: at + 1], generate=False))
+            for at in trained
+            if at >= row.given
+        }
+
+    @property
+    def pictures(self) -> int:
+        return sum(len(image.data) for each in self._images for image in each)
+
+    def texts(self) -> Iterator[tuple[str, bool]]:
+        """What `answers` is going to encode, and whether it follows other tokens."""
+        for prompt, whole in self._texts.values():
+            yield self._places.complete(prompt), False
+            if whole.startswith(prompt):
+                yield whole[len(prompt) :], True
+
+    def answers(self) -> list[Answer]:
+        """Raises CannotRender."""
+        with _as_refused():
+            return [self._answer(at, prompt, whole) for at, (prompt, whole) in self._texts.items()]
 
     def _render(self, messages: Sequence[dict[str, Any]], *, generate: bool) -> str:
         return self._chat.render(messages, generate=generate, options=self._options)
 
-    def check_heard(self) -> None:
-        """CannotRender if the template leaves out the text of a message other than an answer."""
+    def _check_heard(self) -> None:
         asked = [at for at, message in enumerate(self._row.messages) if message.role != "assistant"]
         if self._shown(asked) < sum(marked(self._contents[at]) != self._contents[at] for at in asked):
             for at in asked:
@@ -259,13 +352,30 @@ class _Talk:
         messages = [marked(each) if at in places else each for at, each in enumerate(self._contents)]
         return self._render(messages, generate=False).count(MARK)
 
-    def answer(self, at: int) -> Answer:
+    def _answer(self, at: int, prompt: str, whole: str) -> Answer:
         """The answer that is message `at`, behind those before it."""
         chat, field = self._chat, self._row.messages[at].field
-        prompt = self._render(self._contents[:at], generate=True)
-        whole = self._render(self._contents[: at + 1], generate=False)
         images = [image for each in self._images[:at] for image in each]
         given = tinker.ModelInput(chunks=chat.chunks(self._places.complete(prompt), images))
+        if self._is_plain(at, prompt, whole):
+            tokens, trained = self._as_rendered(at, whole, len(prompt))
+        else:
+            tokens, trained = self._with_thoughts(at, prompt, whole)
+        end = len(tokens) - (tokens[-1] in self._ends)
+        return Answer(given, tuple(tokens), tuple(trained), field, chat.decode, end)
+
+    def _is_plain(self, at: int, prompt: str, whole: str) -> bool:
+        """Whether the template continues its prompt with all of the answer, and not with a thought behind another one:
+        most rows, of which nothing more needs to be rendered."""
+        if not whole.startswith(prompt):
+            return False
+        continued = whole[len(prompt) :]
+        if THINK in prompt and continued.lstrip().startswith(THINK):
+            return False
+        return not self._hidden(at, squeezed(continued))
+
+    def _with_thoughts(self, at: int, prompt: str, whole: str) -> tuple[list[int], list[bool]]:
+        """The tokens of an answer that is or may be written otherwise than the template shows it."""
         before = self._render(self._contents[:at], generate=False)
         begun = prompt.removeprefix(before) if prompt.startswith(before) else prompt
         begun = begun[begun.find(THINK) :] if THINK in begun else ""
@@ -273,13 +383,10 @@ class _Talk:
         begins = whole.startswith(prompt)
         hidden = self._hidden(at, shown)
         if begins and not hidden and not (END_THINK in begun and whole[len(prompt) :].lstrip().startswith(THINK)):
-            tokens, trained = self._as_rendered(at, whole, len(prompt))
-        else:
-            why = f"leaves out {hidden}" if hidden else "begins the answer otherwise than its prompt does"
-            tokens = self._as_written(at, shown, begun or chat.prefill, why)
-            trained = [True] * len(tokens)
-        end = len(tokens) - (tokens[-1] in self._ends)
-        return Answer(given, tuple(tokens), tuple(trained), chat.decode(tokens[:end]), field)
+            return self._as_rendered(at, whole, len(prompt))
+        why = f"leaves out {hidden}" if hidden else "begins the answer otherwise than its prompt does"
+        tokens = self._as_written(at, shown, begun or self._chat.prefill, why)
+        return tokens, [True] * len(tokens)
 
     def _hidden(self, at: int, shown: str) -> str:
         """What the template does not show of an answer; "" if it shows all."""

@@ -1,22 +1,30 @@
 """A data set as rows to train on: all of it is read once, and every bad row is found before training begins."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import tinker
 from tinker_local.client.train.examples import BadRows, Example, Kind, Preference, Problem
-from tinker_local.client.train.forms import Pair, kind_of, parse_row
+from tinker_local.client.train.forms import Answered, Pair, kind_of, parse_row
 from tinker_local.client.train.media import Media, MediaRules
-from tinker_local.client.train.rendering import Answer, CannotRender, Renderer, examples_of
+from tinker_local.client.train.rendering import Answer, Begun, CannotRender, Renderer, examples_of
 from tinker_local.client.train.sources import RowError, Source, open_source
 from tinker_local.types import InvalidRequestError
 
 TooLong: TypeAlias = Literal["refuse", "shorten"]
 """What becomes of a row that has too many tokens. "shorten" leaves out whole answers at its end, from the first that
 does not fit, and the messages between them; an answer is never cut."""
+
+ROWS_TOGETHER = 64
+"""Rows whose tokens are made together."""
+
+PICTURES_TOGETHER = 2**24
+"""Bytes of the pictures of such rows, about."""
 
 
 def read_rows(
@@ -60,6 +68,8 @@ class FileRows:
         """Rows of which answers were left out because they do not fit."""
         self.digest = ""
         """SHA-256 of the good rows in order, to see whether a data set is the same."""
+        self.pictures_digest = ""
+        """SHA-256 of the files of their pictures in order; "" if they have none."""
         self._source = source
         self._renderer = renderer
         self._media = media
@@ -75,25 +85,35 @@ class FileRows:
         lengths: list[tuple[int, int]] = []
         ends: list[int] = []
         problems: list[Problem] = []
-        digest = hashlib.sha256()
-        for at in range(len(self._source)):
-            try:
-                row = self._source.row(at)
-                found, short = self._rendered(row, at, kind=self.kind if good else None)
-            except RowError as error:
-                problems += error.problems
-            else:
-                self.kind = "preference" if isinstance(found, Preference) else "sft"
-                self.shortened += short
-                good.append(at)
-                lengths += [(each.length, each.trained) for each in _examples(found)]
-                ends.append(len(lengths))
-                digest.update(repr(row).encode(errors="surrogatepass"))
-            if progress is not None:
-                progress(at + 1, len(self._source))
+        digest, pictures, any_picture = hashlib.sha256(), hashlib.sha256(), False
+
+        def finish(group: Sequence[_BegunRow]) -> None:
+            nonlocal any_picture
+            for row in group:
+                try:
+                    found, short = self._finished(row, kind=self.kind if good else None)
+                except RowError as error:
+                    problems.extend(error.problems)
+                else:
+                    self.kind = "preference" if isinstance(found, Preference) else "sft"
+                    self.shortened += short
+                    good.append(row.at)
+                    lengths.extend((each.length, each.trained) for each in _examples(found))
+                    ends.append(len(lengths))
+                    digest.update(repr(row.row).encode(errors="surrogatepass"))
+                    for each in (each for talk in row.talks for each in talk.digests):
+                        pictures.update(each)
+                        any_picture = True
+                if progress is not None:
+                    progress(row.at + 1, len(self._source))
+
+        for group in self._encoded():
+            finish(group)
         self._good, self._ends = np.array(good, np.int64), np.array(ends, np.int64)
         self._lengths = np.array(lengths, np.int64).reshape(-1, 2)
         self.skipped, self.digest = tuple(problems), digest.hexdigest()
+        self.pictures_digest = pictures.hexdigest() if any_picture else ""
+        self._media.complete()
 
     def __len__(self) -> int:
         return len(self._good)
@@ -101,7 +121,7 @@ class FileRows:
     def examples(self, index: int) -> Sequence[Example] | Preference:
         """See `examples.Rows`. Raises RowError if a file has changed since it was checked."""
         at = int(self._good[index])
-        return self._rendered(self._source.row(at), at, kind=self.kind)[0]
+        return self._finished(self._begin(at), kind=self.kind)[0]
 
     def lengths(self, index: int) -> Sequence[tuple[int, int]]:
         """See `examples.Rows`."""
@@ -112,7 +132,11 @@ class FileRows:
         """See `examples.Rows`."""
         at = int(self._good[index])
         form = parse_row(self._source.row(at), self._source.place(at))
-        answers = self._answers(form.chosen if isinstance(form, Pair) else form, at)
+        try:
+            talk = self._renderer.begin(form.chosen if isinstance(form, Pair) else form, self._media)
+        except CannotRender as error:
+            raise self._refused(at, error) from error
+        answers = self._answers(talk, at)
         kept = self._fitting(answers, at)
         return kept[-1].prompt, kept[-1].text
 
@@ -144,29 +168,74 @@ class FileRows:
         """How many examples there are; two for each pair."""
         return len(self._lengths)
 
-    def _rendered(
-        self, row: Mapping[str, Any], at: int, *, kind: Kind | None
-    ) -> tuple[Sequence[Example] | Preference, bool]:
+    def _encoded(self) -> Iterator[list["_BegunRow"]]:
+        """All rows, bad ones too, in groups whose tokens are made together: in another thread, while the next group is
+        rendered, as tokenizers let other threads run."""
+        before: tuple[list[_BegunRow], Future[None]] | None = None
+        with ThreadPoolExecutor(1, "tokens of rows") as thread:
+            for group in self._begun():
+                talks = [talk for each in group for talk in each.talks]
+                done = thread.submit(self._renderer.encode_ahead, talks)
+                if before is not None:
+                    before[1].result()
+                    yield before[0]
+                before = group, done
+            if before is not None:
+                before[1].result()
+                yield before[0]
+
+    def _begun(self) -> Iterator[list["_BegunRow"]]:
+        """All rows as texts, in groups."""
+        group: list[_BegunRow] = []
+        pictures = 0
+        for at in range(len(self._source)):
+            group.append(self._begin(at))
+            pictures += sum(talk.pictures for talk in group[-1].talks)
+            if len(group) == ROWS_TOGETHER or pictures > PICTURES_TOGETHER:
+                yield group
+                group, pictures = [], 0
+        yield group
+
+    def _begin(self, at: int) -> "_BegunRow":
+        """Row `at` of the source as text, or why it is refused."""
+        row: Mapping[str, Any] = {}
+        form: Answered | Pair | None = None
+        try:
+            row = self._source.row(at)
+            form = parse_row(row, self._source.place(at))
+            sides = (form.chosen, form.rejected) if isinstance(form, Pair) else (form,)
+            return _BegunRow(at, row, form, [self._renderer.begin(side, self._media) for side in sides])
+        except CannotRender as error:
+            return _BegunRow(at, row, form, [], self._refused(at, error))
+        except RowError as error:
+            return _BegunRow(at, row, form, [], error)
+
+    def _finished(self, begun: "_BegunRow", *, kind: Kind | None) -> tuple[Sequence[Example] | Preference, bool]:
         """The row, and whether it was shortened. Raises RowError, also for a row of another kind than `kind`."""
-        place = self._source.place(at)
-        form = parse_row(row, place)
-        if kind not in (None, kind_of(form)):
+        place = self._source.place(begun.at)
+        if begun.form is not None and kind not in (None, kind_of(begun.form)):
             other = "are pairs of chosen and rejected" if kind == "preference" else "have one answer"
             raise RowError(Problem(place, "", f"is of another kind than the rows before it, which {other}"))
-        if not isinstance(form, Pair):
-            answers = self._answers(form, at)
-            kept = self._fitting(answers, at)
+        if begun.error is not None:
+            raise begun.error
+        if not isinstance(begun.form, Pair):
+            (talk,) = begun.talks
+            answers = self._answers(talk, begun.at)
+            kept = self._fitting(answers, begun.at)
             return examples_of(kept, place), len(kept) < len(answers)
         chosen, rejected = (
-            self._side(side, at, name) for side, name in ((form.chosen, "chosen"), (form.rejected, "rejected"))
+            self._side(talk, begun.at, name) for talk, name in zip(begun.talks, ("chosen", "rejected"), strict=True)
         )
         return Preference(place, chosen, rejected), False
 
-    def _answers(self, form: Any, at: int) -> list[Answer]:
+    def _answers(self, talk: Begun, at: int) -> list[Answer]:
         try:
-            return self._renderer.answers(form, self._media)
+            return talk.answers()
         except CannotRender as error:
-            raise RowError(Problem(self._source.place(at), error.field, error.reason)) from error
+            raise self._refused(at, error) from error
+
+    def _refused(self, at: int, error: CannotRender) -> RowError:
+        return RowError(Problem(self._source.place(at), error.field, error.reason))
 
     def _fitting(self, answers: Sequence[Answer], at: int) -> Sequence[Answer]:
         """The answers before the first that does not fit; RowError if none is left, or any is missing and must not."""
@@ -177,10 +246,10 @@ class FileRows:
         reason = f"with this answer the row has {long.length} tokens, at most {self._most_tokens} fit"
         raise RowError(Problem(self._source.place(at), long.field, reason))
 
-    def _side(self, form: Any, at: int, name: str) -> Example:
+    def _side(self, talk: Begun, at: int, name: str) -> Example:
         """One answer of a pair as one datum, never shortened."""
         place = self._source.place(at)
-        answers = self._answers(form, at)
+        answers = self._answers(talk, at)
         for answer in answers:
             if answer.length > self._most_tokens:
                 reason = f"with this answer the row has {answer.length} tokens, at most {self._most_tokens} fit"
@@ -190,6 +259,18 @@ class FileRows:
             reason = f"the chat template rewrites earlier turns, so its {len(answers)} answers do not fit one datum"
             raise RowError(Problem(place, name, f"{reason}; make a pair of the last answer"))
         return found[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _BegunRow:
+    """Row `at` of the source. `form`: None if it is in none. `talks`: of a pair two, the chosen first; none if there is
+    an `error`."""
+
+    at: int
+    row: Mapping[str, Any]
+    form: Answered | Pair | None
+    talks: Sequence[Begun]
+    error: RowError | None = None
 
 
 def _examples(found: Sequence[Example] | Preference) -> Sequence[Example]:

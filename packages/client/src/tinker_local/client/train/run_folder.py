@@ -30,7 +30,8 @@ ROWS_IN_FINGERPRINT = 64
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What `run.json` has. `name`: of the run, for trackers that join its parts."""
+    """What `run.json` has. `name`: of the run, for trackers that join its parts. `pictures`: of the files of the rows'
+    pictures, as `fingerprint` is of the rows; None in a run that began before they counted."""
 
     name: str
     model: str
@@ -38,6 +39,7 @@ class RunRecord:
     rows: int
     fingerprint: str
     settings: TrainSettings
+    pictures: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,11 @@ def fingerprint(rows: Rows) -> str:
     for row in range(0, len(rows), max(1, len(rows) // ROWS_IN_FINGERPRINT)):
         digest.update(repr(sorted(rows.raw(row).items())).encode())
     return digest.hexdigest()[:16]
+
+
+def _pictures_of(rows: Rows) -> str:
+    """Of the files of the pictures: 16 hex digits; "" if rows have none, or do not know."""
+    return str(getattr(rows, "pictures_digest", ""))[:16]
 
 
 class RunFolder:
@@ -98,7 +105,9 @@ class RunFolder:
     def begin(self, model: str, rows: Rows, settings: TrainSettings) -> RunRecord:
         """Write what is going to be trained."""
         self.require_new()
-        record = RunRecord(uuid4().hex[:8], model, rows.kind, len(rows), fingerprint(rows), settings)
+        record = RunRecord(
+            uuid4().hex[:8], model, rows.kind, len(rows), fingerprint(rows), settings, _pictures_of(rows)
+        )
         self._metrics.unlink(missing_ok=True)
         written = {
             "name": record.name,
@@ -106,6 +115,7 @@ class RunFolder:
             "kind": record.kind,
             "rows": record.rows,
             "fingerprint": record.fingerprint,
+            "pictures": record.pictures,
             "settings": settings.as_json(),
         }
         with _named(self._run):
@@ -131,6 +141,11 @@ class RunFolder:
             raise InvalidRequestError(
                 f"data: not the {record.rows} rows with which the run in {self.path} began; its order of rows would "
                 "differ, so begin in another folder"
+            )
+        if record.pictures is not None and record.pictures != _pictures_of(rows):
+            raise InvalidRequestError(
+                f"data: a picture has changed since the run in {self.path} began, while the text of the {record.rows} "
+                "rows is the same; put the file back, or begin in another folder"
             )
 
     def log(self, row: Mapping[str, float]) -> None:

@@ -54,7 +54,8 @@ def split_rows(count: int, held_out: float, seed: int) -> tuple[np.ndarray, np.n
     wanted = held_out_count(count, held_out)
     if wanted >= count:
         raise InvalidRequestError(
-            f"held_out: {held_out:g} holds out {wanted} of {count} rows and leaves none to train on; hold out fewer"
+            f"held_out: {held_out:g} holds out {wanted} of {count} rows and leaves none to train on; hold out fewer, "
+            "or 0 for none"
         )
     order = _shuffled(count, seed, _HELD_OUT, 0)
     return np.sort(order[wanted:]), np.sort(order[:wanted])

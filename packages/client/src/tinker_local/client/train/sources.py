@@ -1,10 +1,12 @@
 """Where rows come from: JSON lines, Parquet, and data sets that the library `datasets` has saved.
 
-None is read into memory as a whole: lines are found again by their places in the file, the others are memory-mapped.
+Lines are found again by their places in the file, and Parquet and saved data sets are memory-mapped, so a data set may
+be larger than the memory. Only a JSON array is held, as text.
 """
 
 import json
 import os
+import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +22,9 @@ Row: TypeAlias = Mapping[str, Any]
 
 _SAVED, _SPLITS = "state.json", "dataset_dict.json"
 """Files that `datasets` writes into a folder that it saves: a data set, and several by the names of splits."""
+
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.")
+"""Names of files as the hub has them, which begin with the split."""
 
 _READ_BYTES = 2**22
 _BOM = b"\xef\xbb\xbf"
@@ -51,8 +56,8 @@ class Source(Protocol):
 
 
 def open_source(path: Path) -> Source:
-    """The rows of a file (`.jsonl`, `.parquet`), of a data set that was saved with `save_to_disk`, or of a folder with
-    files of one of these kinds.
+    """The rows of a file (`.jsonl`, `.json`, `.parquet`), of a data set that was saved with `save_to_disk`, or of a
+    folder with files of one of these kinds.
 
     Raises InvalidRequestError for anything else.
     """
@@ -64,27 +69,47 @@ def open_source(path: Path) -> Source:
         splits = sorted(part.parent.name for part in path.glob(f"*/{_SAVED}"))
         if len(splits) == 1:
             return _saved(path / splits[0])
+        first = "train" if "train" in splits else [*splits, "?"][0]
         raise InvalidRequestError(
-            f"data: {path} has the splits {', '.join(splits)}; name the folder of one, as {path / [*splits, '?'][0]}"
+            f"data: {path} has the splits {', '.join(splits)}; name the folder of one, as {path / first}"
         )
     if (path / _SAVED).is_file():
         return _saved(path)
     files = sorted(each for each in path.iterdir() if each.suffix in (".jsonl", ".parquet"))
     if len({each.suffix for each in files}) != 1:
         found = ", ".join(each.name for each in files[:5]) or "none of them"
+        deeper = sorted({str(each.parent) for kind in ("jsonl", "parquet") for each in path.glob(f"*/*.{kind}")})
+        more = f"; {', '.join(deeper[:5])} has some" if deeper and not files else ""
         raise InvalidRequestError(
-            f"data: a folder must hold a saved data set, or .jsonl files, or .parquet files; {path} has {found}"
+            f"data: a folder must hold a saved data set, or .jsonl files, or .parquet files; {path} has {found}{more}"
+        )
+    splits = sorted({match[1] for each in files if (match := _SHARD.match(each.name))})
+    if len(splits) > 1:  # as a download from the hub has them: to train on all would be to train on the test
+        raise InvalidRequestError(
+            f"data: {path} has files of the splits {', '.join(splits)}; name one file, or a folder with those of one "
+            "split"
         )
     return _open_file(files[0]) if len(files) == 1 else _Joined([_open_file(each) for each in files])
 
 
 def _open_file(path: Path) -> Source:
     if path.suffix in (".jsonl", ".ndjson", ".json"):
+        with path.open("rb") as file:
+            head = file.read(64)
+        if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise InvalidRequestError(f"data: {path.name} is in UTF-16, as PowerShell writes it; save it as UTF-8")
+        if path.suffix == ".json" and head.removeprefix(_BOM).lstrip().startswith(b"["):
+            return JsonArray(path)
         return JsonLines(path)
+    if path.suffix in (".gz", ".zst", ".bz2", ".xz", ".zip"):
+        raise InvalidRequestError(
+            f"data: {path.name} is compressed; unpack it first, since rows are read again and again at their places"
+        )
     if path.suffix == ".parquet":
         return _parquet(path)
     raise InvalidRequestError(
-        f"data: {path.name} must be .jsonl (a JSON object on each line), .parquet or a folder that datasets saved"
+        f"data: {path.name} must be .jsonl (a JSON object on each line), .json, .parquet, or a folder that datasets "
+        "saved"
     )
 
 
@@ -129,7 +154,8 @@ class JsonLines:
         self._lines = np.array([line for line in range(len(self._ends)) if self._bytes(line).strip()], np.int64)
         if len(self._lines) and self._bytes(int(self._lines[0])).lstrip().startswith(b"["):
             raise InvalidRequestError(
-                f"data: {self._name} begins with '[': it must have one JSON object a line, not an array of them"
+                f"data: {self._name} begins with '[': it must have one JSON object a line, not an array of them; a "
+                "file that is an array must be named .json"
             )
 
     def __len__(self) -> int:
@@ -143,23 +169,10 @@ class JsonLines:
         file has changed."""
         place = self.place(index)
         try:
-            found = json.loads(
-                self._bytes(int(self._lines[index])).decode(),
-                object_pairs_hook=unique_object,
-                parse_constant=_no_constant,
-            )
+            text = self._bytes(int(self._lines[index])).decode()
         except UnicodeDecodeError as error:
             raise RowError(Problem(place, "", f"byte {error.start} of the line is not UTF-8")) from None
-        except json.JSONDecodeError as error:
-            reason = f"not JSON: {error.msg} at character {error.pos + 1} of the line"
-            raise RowError(Problem(place, "", reason)) from None
-        except ValueError as error:
-            raise RowError(Problem(place, "", str(error))) from None
-        except RecursionError:
-            raise RowError(Problem(place, "", "not readable: arrays or objects are nested too deeply")) from None
-        if not isinstance(found, dict):
-            raise RowError(Problem(place, "", f"must be a JSON object, not {brief(found)}"))
-        return found
+        return _object(text, place, "the line")
 
     def _state_now(self) -> tuple[int, int]:
         found = os.fstat(self._file.fileno())
@@ -171,6 +184,77 @@ class JsonLines:
         begin = int(self._ends[line - 1]) if line else 0
         found = os.pread(self._file.fileno(), int(self._ends[line]) - begin, begin)
         return (found if line else found.removeprefix(_BOM)).rstrip(b"\r\n")
+
+
+class JsonArray:
+    """A file that is one JSON array of objects, as Alpaca's and LLaVA's are published. Its text is held in memory, and
+    an object is parsed when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._name = path.name
+        self.folder = path.resolve().parent
+        try:
+            self._text = path.read_bytes().removeprefix(_BOM).decode()
+            self._places = np.array(_elements(self._text), np.int64).reshape(-1, 2)
+        except UnicodeDecodeError as error:
+            raise InvalidRequestError(f"data: byte {error.start} of {self._name} is not UTF-8") from None
+        except json.JSONDecodeError as error:
+            raise InvalidRequestError(f"data: {self._name} is not JSON: {error}") from None
+        except RecursionError:
+            raise InvalidRequestError(f"data: {self._name}: arrays or objects are nested too deeply") from None
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def place(self, index: int) -> str:
+        return f"{self._name} row {index + 1}"
+
+    def row(self, index: int) -> Row:
+        """Raises RowError for what is not an object, or not exactly one reading of it."""
+        begin, end = map(int, self._places[index])
+        return _object(self._text[begin:end], self.place(index), "the row")
+
+
+_BLANKS = re.compile(r"[ \t\n\r]*")
+
+
+def _elements(text: str) -> list[tuple[int, int]]:
+    """Where each element of a JSON array begins and ends."""
+
+    def behind_blanks(at: int) -> int:
+        found = _BLANKS.match(text, at)
+        return at if found is None else found.end()
+
+    decoder = json.JSONDecoder()
+    found: list[tuple[int, int]] = []
+    at = behind_blanks(behind_blanks(0) + 1)
+    while text[at : at + 1] != "]" or found:
+        _, end = decoder.raw_decode(text, at)
+        found.append((at, end))
+        at = behind_blanks(end)
+        if text[at : at + 1] == "]":
+            break
+        if text[at : at + 1] != ",":
+            raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
+        at = behind_blanks(at + 1)
+    if behind_blanks(at + 1) < len(text):
+        raise json.JSONDecodeError("Extra data behind the array", text, behind_blanks(at + 1))
+    return found
+
+
+def _object(text: str, place: str, what: str) -> Row:
+    """RowError for what is not a JSON object, or not exactly one reading of it. `what`: of the file is the text."""
+    try:
+        found = json.loads(text, object_pairs_hook=unique_object, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise RowError(Problem(place, "", f"not JSON: {error.msg} at character {error.pos + 1} of {what}")) from None
+    except ValueError as error:
+        raise RowError(Problem(place, "", str(error))) from None
+    except RecursionError:
+        raise RowError(Problem(place, "", "not readable: arrays or objects are nested too deeply")) from None
+    if not isinstance(found, dict):
+        raise RowError(Problem(place, "", f"must be a JSON object, not {brief(found)}"))
+    return found
 
 
 def _line_ends(descriptor: int) -> npt.NDArray[np.int64]:

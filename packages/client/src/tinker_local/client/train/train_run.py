@@ -218,14 +218,19 @@ def _rows(data: Data, chat: Any, service: tinker.ServiceClient, model: str) -> R
 
 def context_of(service: tinker.ServiceClient, model: str) -> int:
     """The positions that the server lets a sequence of `model` have; `DEFAULT_CONTEXT` if it does not say."""
+    models = _models_of(service)
+    return next((each.max_context_length for each in models if each.model_name == model), None) or DEFAULT_CONTEXT
+
+
+def _models_of(service: tinker.ServiceClient) -> Sequence[tinker.types.SupportedModel]:
+    """The base models that the server has."""
     endpoint = getattr(service, "endpoint", None)
     rest = (
         tinker.RestClient()
         if endpoint is None
         else RestClient(base_url=endpoint.base_url, api_key=endpoint.api_key, check_server=False)
     )
-    models = rest.get_server_capabilities().result().supported_models
-    return next((each.max_context_length for each in models if each.model_name == model), None) or DEFAULT_CONTEXT
+    return rest.get_server_capabilities().result().supported_models
 
 
 def _config(service: tinker.ServiceClient, model: str) -> Mapping[str, Any] | None:
@@ -243,9 +248,20 @@ def _config(service: tinker.ServiceClient, model: str) -> Mapping[str, Any] | No
 def _new(
     service: tinker.ServiceClient, model: str, asked: Mapping[str, Any], facts: ModelFacts
 ) -> tinker.TrainingClient:
-    """An adapter with first weights, made of the seed."""
+    """An adapter with first weights, made of the seed. InvalidRequestError if the server does not have the model."""
     rank, seed = asked.get("rank", rank_for(facts)[0]), asked.get("seed", 0)
-    return service.create_lora_training_client(base_model=model, rank=rank, seed=seed).result()
+    try:
+        return service.create_lora_training_client(base_model=model, rank=rank, seed=seed).result()
+    except (tinker.BadRequestError, tinker.NotFoundError) as error:
+        endpoint = getattr(service, "endpoint", None)
+        if endpoint is None:  # a backend in this process says it in its words
+            raise
+        served = [each.model_name for each in _models_of(service) if each.model_name]
+        if model in served:
+            raise
+        raise InvalidRequestError(
+            f"model: the server at {endpoint.base_url} has no {model}; it has {', '.join(served)}"
+        ) from error
 
 
 def _started(
