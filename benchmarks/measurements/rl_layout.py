@@ -1,21 +1,25 @@
 """Whole iterations of reinforcement learning in one layout.
 
-    python -m measurements.rl_layout SCALE MODEL NAME ITERATIONS TRAIN SAMPLE
+    python -m measurements.rl_layout SCALE MODEL NAME ITERATIONS TRAIN SAMPLE WORK WAY
 
 NAME is that of the line. TRAIN and SAMPLE are GPUs as of `--train-gpus` and `--sample-gpus`, or `-` for the default.
+WORK is a `Work` as JSON, and WAY `in-process` or `sdk`: the official SDK against `tinker-local serve` in a process of
+its own.
 """
 
 import asyncio
+import json
 import os
 import statistics
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from harness.lines import Line, failed
@@ -29,8 +33,9 @@ from tinker_local.types import (
     SampleRequest,
     SamplingParams,
 )
+from tinker_local.types.sdk import to_sdk
 
-from measurements.ways import ADAM, InProcess
+from measurements.ways import ADAM, InProcess, Sdk
 
 MODEL = "bench/text"
 PARTS = 8
@@ -50,32 +55,63 @@ class Iteration:
         return self.sampling + self.training
 
 
-class Learner(InProcess):
-    """Samples from the weights of a run, and trains it on what it has sampled."""
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Of an iteration: how many prompts, samples of each, and tokens of a prompt and of a sample."""
 
-    async def sequence(self, sampler: str, prompt: list[int], max_tokens: int) -> Datum:
-        """One sample as a datum with the sampler's logprobs and a random advantage."""
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Learner(Protocol):
+    """A client that samples from the weights of a run, and trains it on what it has sampled."""
+
+    async def create(self, rank: int) -> Any: ...
+
+    async def sampler(self, run: Any) -> Any: ...
+
+    async def group(self, sampler: Any, prompt: list[int], work: Work) -> list[Any]:
+        """The samples of a prompt as data, each with a random advantage."""
+
+    async def train(self, run: Any, data: Sequence[Any]) -> None:
+        """A gradient of all `data`, and the optimizer step, which is sent together with it."""
+
+
+def datum(prompt: list[int], tokens: Sequence[int], logprobs: Sequence[float], advantage: float) -> Datum:
+    """A sample with the sampler's logprobs."""
+    none, count = np.zeros(len(prompt) - 1, np.float32), len(tokens)
+    return Datum(
+        model_input=ModelInput.from_ints([*prompt, *list(tokens)[:-1]]),
+        loss_fn_inputs={
+            "target_tokens": np.array([*prompt[1:], *tokens], np.int64),
+            "logprobs": np.concatenate([none, np.asarray(logprobs, np.float32)]),
+            "advantages": np.concatenate([none, np.full(count, advantage, np.float32)]),
+        },
+    )
+
+
+def group_of(prompt: list[int], sequences: Sequence[Any]) -> list[Datum]:
+    """Data with advantages of mean 0, if there are several."""
+    signs = [1.0 if (sum(prompt) + number) % 2 else -1.0 for number in range(len(sequences))]
+    pairs = zip(sequences, signs, strict=True)
+    return [datum(prompt, list(each.tokens), list(each.logprobs), sign) for each, sign in pairs]
+
+
+class InProcessLearner(InProcess):
+    async def group(self, sampler: str, prompt: list[int], work: Work) -> list[Datum]:
         request = SampleRequest(
             sampling_session_id=sampler,
             seq_id=self._seq_id(sampler, 0),
+            num_samples=work.samples,
             prompt=ModelInput.from_ints(prompt),
-            sampling_params=SamplingParams(max_tokens=max_tokens, stop=()),
+            sampling_params=SamplingParams(max_tokens=work.output_tokens, stop=()),
         )
-        (found,) = (await (await self._backend.sampling.sample(request))).sequences
-        before, after = len(prompt) - 1, len(found.tokens)
-        none = np.zeros(before, np.float32)
-        advantage = 1.0 if sum(prompt) % 2 else -1.0
-        return Datum(
-            model_input=ModelInput.from_ints([*prompt, *list(found.tokens)[:-1]]),
-            loss_fn_inputs={
-                "target_tokens": np.array([*prompt[1:], *found.tokens], np.int64),
-                "logprobs": np.concatenate([none, np.asarray(found.logprobs, np.float32)]),
-                "advantages": np.concatenate([none, np.full(after, advantage, np.float32)]),
-            },
-        )
+        return group_of(prompt, (await (await self._backend.sampling.sample(request))).sequences)
 
     async def train(self, run: str, data: Sequence[Datum]) -> None:
-        """A gradient of all `data`, in `PARTS` requests that are sent together with the optimizer step."""
+        """In `PARTS` requests."""
         size = -(-len(data) // PARTS)
         sent = [
             await self._backend.training.forward_backward(
@@ -97,38 +133,75 @@ class Learner(InProcess):
             await result
 
 
-async def iterate(learner: Learner, run: str, scale: Scale, number: int) -> Iteration:
+class SdkLearner(Sdk):
+    """The SDK cuts data into requests itself."""
+
+    async def group(self, sampler: Any, prompt: list[int], work: Work) -> list[Any]:
+        params = to_sdk(SamplingParams(max_tokens=work.output_tokens, stop=()))
+        sampled = await sampler.sample(to_sdk(ModelInput.from_ints(prompt)), work.samples, params)
+        return [to_sdk(each) for each in group_of(prompt, sampled.sequences)]
+
+    async def train(self, run: Any, data: Sequence[Any]) -> None:
+        gradient = run.forward_backward(list(data), "importance_sampling")
+        update = run.optim_step(to_sdk(ADAM))
+        await gradient
+        await update
+
+
+async def iterate(learner: Learner, run: Any, scale: Scale, work: Work, number: int) -> Iteration:
     """Save, sample from what was saved, train on it."""
-    length = max(2, scale.prompt_tokens // 2)
-    prompts = np.random.default_rng(number).integers(0, scale.text.vocab, (scale.requests, length)).tolist()
+    shape = (work.prompts, work.prompt_tokens)
+    prompts = np.random.default_rng(number).integers(0, scale.text.vocab, shape).tolist()
     begin = time.perf_counter()
     sampler = await learner.sampler(run)
-    tokens = max(2, scale.output_tokens // 2)
-    data = await asyncio.gather(*(learner.sequence(sampler, prompt, tokens) for prompt in prompts))
+    groups = await asyncio.gather(*(learner.group(sampler, prompt, work) for prompt in prompts))
+    data = [each for group in groups for each in group]
     sampled = time.perf_counter()
     await learner.train(run, data)
-    positions = sum(each.model_input.length for each in data)
+    positions = work.prompts * work.samples * (work.prompt_tokens + work.output_tokens - 1)
     return Iteration(sampled - begin, time.perf_counter() - sampled, positions)
 
 
-async def measure(scale: Scale, model: Path, name: str, iterations: int, gpus: dict[str, tuple[int, ...]]) -> None:
-    """Start a backend and print the line: the median of `iterations` after one that warms up."""
+@asynccontextmanager
+async def in_process(scale: Scale, model: Path, folder: Path, gpus: dict[str, str]) -> AsyncIterator[Learner]:
     from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 
-    with tempfile.TemporaryDirectory() as folder:
-        # Sizes of the KV cache and of micro-batches are the server's own, as a user of this layout gets them.
-        options = BackendOptions(data_dir=Path(folder), max_rank=scale.rank, **gpus)  # type: ignore[arg-type]
+    chosen: Any = {f"{side}_gpus": tuple(map(int, numbers.split(","))) for side, numbers in gpus.items()}
+    options = BackendOptions(data_dir=folder, max_rank=scale.rank, **chosen)
+    async with InProcessBackend([ModelSource(MODEL, str(model))], options) as backend:
+        yield InProcessLearner(backend, await backend.sessions.create(), MODEL)
+
+
+@asynccontextmanager
+async def by_sdk(scale: Scale, model: Path, folder: Path, gpus: dict[str, str]) -> AsyncIterator[Learner]:
+    from control_plane import served
+
+    chosen = [part for side, numbers in gpus.items() for part in (f"--{side}-gpus", numbers)]
+    arguments = ["--model", f"{MODEL}={model}", "--max-rank", str(scale.rank), *chosen]
+    with served(folder / "data", *arguments, log=folder / "serve.log") as url:
+        yield SdkLearner(url, MODEL)
+
+
+WAYS = {"in-process": in_process, "sdk": by_sdk}
+"""Sizes of the KV cache and of micro-batches are the server's own, as a user of a layout gets them."""
+
+
+async def measure(
+    scale: Scale, model: Path, name: str, iterations: int, gpus: dict[str, str], work: Work, way: str
+) -> None:
+    """Start a backend and print the line: the median of `iterations` after one that warms up."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         began = time.perf_counter()
-        async with InProcessBackend([ModelSource(MODEL, str(model))], options) as backend:
-            loaded = time.perf_counter() - began
-            learner = Learner(backend, await backend.sessions.create(), MODEL)
-            run = await learner.create(scale.rank)
-            with DeviceMemory() as memory:
-                found = [await iterate(learner, run, scale, number) for number in range(1 + iterations)][1:]
+        learner = await stack.enter_async_context(WAYS[way](scale, model, folder, gpus))
+        loaded = time.perf_counter() - began
+        run = await learner.create(scale.rank)
+        with DeviceMemory() as memory:
+            found = [await iterate(learner, run, scale, work, number) for number in range(1 + iterations)][1:]
     median = statistics.median
     sampling, training = median(each.sampling for each in found), median(each.training for each in found)
     positions = median(each.positions for each in found)
-    outputs = scale.requests * max(2, scale.output_tokens // 2)
+    outputs = work.prompts * work.samples * work.output_tokens
     note = (
         f"{sampling:.1f} s from the save to the last of {outputs} sampled tokens, {training:.1f} s to train on "
         f"{positions:.0f} positions; {', '.join(f'{each.seconds:.1f}' for each in found)} s; loaded in {loaded:.0f} s"
@@ -137,19 +210,15 @@ async def measure(scale: Scale, model: Path, name: str, iterations: int, gpus: d
     Line(name, outputs / seconds, "tokens/s", seconds, memory.peak_gib, note).emit()
 
 
-def parsed(gpus: str) -> tuple[int, ...]:
-    """`0,1` as numbers; none for `-`."""
-    return () if gpus == "-" else tuple(map(int, gpus.split(",")))
-
-
 def main(arguments: Sequence[str]) -> None:
     from tinker_local.backend.http.server import event_loop
 
-    scale, model, name = SCALES[arguments[0]], Path(arguments[1]), arguments[2]
-    gpus: dict[str, Any] = {"train_gpus": parsed(arguments[4]), "sample_gpus": parsed(arguments[5])}
+    size, model, name, iterations, train, sample, work, way = arguments
+    gpus = {side: numbers for side, numbers in (("train", train), ("sample", sample)) if numbers != "-"}
     try:
         with event_loop() as runner:
-            runner.run(measure(scale, model, name, int(arguments[3]), {k: v for k, v in gpus.items() if v}))
+            of = SCALES[size], Path(model), name, int(iterations), gpus, Work(**json.loads(work)), way
+            runner.run(measure(*of))
     except Exception as error:
         traceback.print_exc()
         failed(name, error).emit()
