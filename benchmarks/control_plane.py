@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import http.client
 import json
+import logging
 import os
 import platform
 import re
@@ -204,6 +205,8 @@ def served(
                 return
         raise SystemExit("the server did not start")
     finally:
+        # Clients that are left open would warn of its end for as long as this process lives.
+        logging.getLogger("tinker.lib.internal_client_holder").setLevel(logging.ERROR)
         process.terminate()
         process.wait()
 
