@@ -3,8 +3,8 @@
     python -m measurements.rl_layout SCALE MODEL NAME ITERATIONS TRAIN SAMPLE WORK WAY
 
 NAME is that of the line. TRAIN and SAMPLE are GPUs as of `--train-gpus` and `--sample-gpus`, or `-` for the default.
-WORK is a `Work` as JSON, and WAY `in-process` or `sdk`: the official SDK against `tinker-local serve` in a process of
-its own.
+WORK is a `Work` as JSON, and WAY `in-process` or `sdk`: the official SDK against `tinker-local serve` in another
+process.
 """
 
 import asyncio
