@@ -19,7 +19,8 @@ def test_all_choices_are_compiled_in_threads_before_the_first_is_timed(
     from tests.training.autotuned_kernel import Driver, halve
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("TRITON_CACHE_AUTOTUNING", raising=False)  # vLLM sets it, and a file cannot name the fake's tensor
+    # vLLM sets it where it is imported, and then a key goes into a file, which cannot name the tensor here.
+    monkeypatch.delenv("TRITON_CACHE_AUTOTUNING", raising=False)
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     monkeypatch.setattr(Autotuner, "_bench", Autotuner._bench)  # restored after the test
     compile_choices_at_once.__wrapped__()
