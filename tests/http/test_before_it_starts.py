@@ -76,7 +76,7 @@ def with_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def test_headers_that_contradict_their_bytes_are_named(folder: Path) -> None:
-    """safetensors refuses them where the model is loaded, which is later and in words of its own."""
+    """safetensors refuses them where the model is loaded, which is later, and does not name the file."""
     path = folder / "model.safetensors"
     tensors = [torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 3, dtype=torch.float8_e4m3fn)]
     whole = dict(zip("abc", tensors, strict=True))

@@ -452,6 +452,10 @@ def test_a_zero_point_that_programs_read_in_two_ways_is_refused(tmp_path: Path) 
 OF_AWQ: dict[str, tuple[Change, str]] = {
     "bits": (lambda _, config: config.update(bits=8), "AWQ in 8 bits cannot be served: 4 can"),
     "version": (lambda _, config: config.update(version="gemv"), "AWQ of version 'gemv' cannot be served: gemm can"),
+    "format": (
+        lambda _, config: (config.pop("version"), config.update(format="gemv_fast")),
+        "AWQ of version 'gemv_fast' cannot be served: gemm can",
+    ),
     "group": (lambda _, config: config.update(group_size=128), ".scales is [4, 64], and [1, 64] is due for AWQ in 4"),
     "no-zeros": (lambda tensors, _: tensors.pop(f"{UP}.qzeros"), f"there is no {UP}.qzeros (AWQ in 4 bits, groups of"),
     "as-gptq": (

@@ -215,7 +215,7 @@ def _awq(said: Mapping[str, Any], where: str) -> Form:
     group = _whole(said, "group_size" if "group_size" in said else "q_group_size", where)
     if bits != 4:
         raise UnsupportedError(f"{where}: AWQ in {bits} bits cannot be served: 4 can")
-    if (version := str(said.get("version") or "gemm").lower()) != "gemm":
+    if (version := str(said.get("version") or said.get("format") or "gemm").lower()) != "gemm":
         raise UnsupportedError(f"{where}: AWQ of version {version!r} cannot be served: gemm can")
     return Form(
         "awq",
