@@ -1,15 +1,19 @@
 """`tinker-local check`, which serve runs first: what cannot work is a line within seconds. And options from a file."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 from tinker_local.backend import heap
 from tinker_local.backend.cli import check_command
 from tinker_local.backend.cli.check_command import check_machine, check_model
@@ -59,6 +63,30 @@ def test_weights_that_are_cut_off_are_named_with_their_bytes(folder: Path, kept:
     (said,) = problems(folder)
     assert said.startswith(f"{path}: it has {len(content[:kept]):,} bytes")
     assert "download it again" in said
+
+
+def with_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes the header of a safetensors file, and none of the bytes behind it."""
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    change(header)
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + content[start:])
+
+
+def test_headers_that_contradict_their_bytes_are_named(folder: Path) -> None:
+    """safetensors refuses them where the model is loaded, which is later, and does not name the file."""
+    path = folder / "model.safetensors"
+    tensors = [torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 3, dtype=torch.float8_e4m3fn)]
+    whole = dict(zip("abc", tensors, strict=True))
+    save_file(whole, path, {"format": "pt"})
+    with_header(path, lambda header: header["b"].update(data_offsets=header["a"]["data_offsets"]))
+    said = problems(folder)[0]
+    assert re.search(r"its header has 'b' from byte \d+, and \d+ is due; download it again$", said), said
+    save_file(whole, path, {"format": "pt"})
+    with_header(path, lambda header: header["c"].update(shape=[2, 4]))
+    assert "its header gives 'c' the shape [2, 4] in F8_E4M3, and 6 bytes; download it again" in problems(folder)[0]
 
 
 def test_weights_that_are_absent_pickled_or_of_another_format_are_named(folder: Path, tmp_path: Path) -> None:

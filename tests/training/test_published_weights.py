@@ -230,6 +230,7 @@ def with_scales_of_a_cache(tensors: dict[str, torch.Tensor], config: dict[str, A
     tensors[f"{UP}.input_scale"] = torch.tensor(0.5)
     for layer, name in ((0, "k_proj.output_scale"), (0, "v_proj.output_scale"), (1, "k_scale"), (1, "v_scale")):
         tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(0.5)
+    tensors["model.layers.1.self_attn.k_zero_point"] = torch.tensor(3, dtype=torch.int8)
 
 
 def with_rules(_: Any, config: dict[str, Any]) -> None:
@@ -351,6 +352,14 @@ OF_GPTQ: dict[str, tuple[Change, str]] = {
         lambda _, config: config.update(quant_method="fp8"),
         "(FP8), and its files have no tensor *.weight in F8_E4M3",
     ),
+    "floats": (
+        lambda tensors, _: tensors.update({f"{UP}.qzeros": tensors[f"{UP}.qzeros"].float()}),
+        f"{UP}.qzeros is in F32, and I32 is due for GPTQ in 4 bits, groups of 32; download the model again",
+    ),
+    "also-dense": (
+        lambda tensors, _: tensors.update({f"{UP}.weight": torch.ones(128, 64)}),
+        f"{UP} has qweight (GPTQ in 4 bits, groups of 32) and also weight, and one of them is due",
+    ),
     "no-list": (lambda _, config: config.update(dynamic=5), "its quantization_config cannot be read: TypeError("),
     "awq-of-old": (lambda _, config: config.update(quant_method="awq_marlin"), "quant_method 'awq_marlin' cannot be"),
 }
@@ -373,6 +382,10 @@ OF_FP8: dict[str, tuple[Change, str]] = {
     "no-scales": (
         lambda tensors, _: tensors.pop(f"{UP}.weight_scale_inv"),
         f"{UP}.weight is in F8_E4M3 (FP8 in blocks of 128 x 128), and there is no {UP}.weight_scale_inv or {UP}",
+    ),
+    "two-scales": (
+        lambda tensors, _: tensors.update({f"{UP}.weight_scale": torch.ones(())}),
+        f"{UP} has weight_scale_inv and weight_scale (FP8 in blocks of 128 x 128), and one of them is due",
     ),
     "dtypes-of-scales": (
         lambda tensors, _: tensors.update({f"{UP}.weight_scale_inv": torch.ones(1, 1)}),
@@ -439,6 +452,10 @@ def test_a_zero_point_that_programs_read_in_two_ways_is_refused(tmp_path: Path) 
 OF_AWQ: dict[str, tuple[Change, str]] = {
     "bits": (lambda _, config: config.update(bits=8), "AWQ in 8 bits cannot be served: 4 can"),
     "version": (lambda _, config: config.update(version="gemv"), "AWQ of version 'gemv' cannot be served: gemm can"),
+    "format": (
+        lambda _, config: (config.pop("version"), config.update(format="gemv_fast")),
+        "AWQ of version 'gemv_fast' cannot be served: gemm can",
+    ),
     "group": (lambda _, config: config.update(group_size=128), ".scales is [4, 64], and [1, 64] is due for AWQ in 4"),
     "no-zeros": (lambda tensors, _: tensors.pop(f"{UP}.qzeros"), f"there is no {UP}.qzeros (AWQ in 4 bits, groups of"),
     "as-gptq": (
@@ -491,6 +508,10 @@ OF_COMPRESSED: dict[str, tuple[Change, str]] = {
         lambda _, config: with_weights(config, actorder="group"),
         "weight_g_idx (compressed-tensors, int in 4 bits, groups of 32); download the model again",
     ),
+    "blocks": (
+        lambda _, config: with_weights(config, strategy="block", block_structure=[0, 128]),
+        "block_structure is [0, 128], and two sizes are due, as [128, 128]",
+    ),
     "float": (
         lambda _, config: with_weights(config, written="float-quantized", type="float"),
         "float in 4 bits, groups of 32, cannot be served as float-quantized: symmetric int or float in 8 bits can",
@@ -535,6 +556,41 @@ def test_an_order_of_columns_that_the_config_does_not_tell_of_is_refused(tmp_pat
     path.write_text(path.read_text().replace('"desc_act": true', '"desc_act": false'))
     with pytest.raises(UnsupportedError, match=r"g_idx has columns of a group that are not side by side, and desc_act"):
         trainer_of(folder)
+
+
+@pytest.mark.parametrize(("told", "read"), [(True, True), ("GROUP", True), ("weight", False), (None, False)])
+def test_columns_that_name_their_groups_are_read_by_these_or_refused(told: Any, read: bool, tmp_path: Path) -> None:
+    """compressed-tensors reads them whatever `actorder` is, and True as "group"."""
+    method = compressed(scheme("group", 4, group_size=32, actorder="group"), order=True)
+    folder, dense = publish(make_tiny_text_model(tmp_path / "model"), tmp_path, method)
+    path = Path(folder) / "config.json"
+    config = json.loads(path.read_text())
+    with_weights(config["quantization_config"], actorder=told)
+    path.write_text(json.dumps(config))
+    if not read:
+        with pytest.raises(UnsupportedError, match=r"weight_g_idx has columns of a group that are not .* actorder of"):
+            trainer_of(folder)
+        return
+    trainer = trainer_of(folder)
+    found = weights_of(trainer)[UP]
+    trainer.close()
+    assert torch.equal(found, load_file(Path(dense) / "model.safetensors")[f"{UP}.weight"].float())
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_zero_points_of_codes_that_are_said_to_be_symmetric_are_refused_unless_0(pack: bool, tmp_path: Path) -> None:
+    """Some versions of llm-compressor write zeros; others than these would be missed."""
+    method = compressed(scheme("channel", 8), pack=pack)
+    folder, _ = publish(make_tiny_text_model(tmp_path / "model"), tmp_path, method)
+    path = Path(folder) / "model.safetensors"
+    for value in (0, 3):
+        zeros = torch.full((128, 1), value, dtype=torch.int8)
+        save_file({**load_file(path), f"{UP}.weight_zero_point": zeros}, path, {"format": "pt"})
+        if value:
+            with pytest.raises(UnsupportedError, match=r"weight_zero_point has numbers other than 0, and the quant"):
+                trainer_of(folder)
+        else:
+            trainer_of(folder).close()
 
 
 def test_a_code_of_fp8_that_is_not_a_number_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LONGEST_HEADER = 100 * 2**20
 """Bytes of a safetensors header that its format allows."""
 
-ITEMSIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
+ITEMSIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1}
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Of these, the dtypes of weights that are not quantized."""
 
@@ -136,6 +136,11 @@ def tensors_in(path: Path) -> dict[str, StoredTensor]:
     whole = max((tensor.stop for tensor in found.values()), default=8 + length)
     if whole != size:
         raise ValueError(_cut_off(size, whole))
+    end = 8 + length
+    for tensor in sorted(found.values(), key=lambda each: (each.start, each.stop)):
+        if tensor.start != end:  # programs that read a file by its format refuse it
+            raise ValueError(f"its header has {tensor.name!r} from byte {tensor.start:,}, and {end:,} is due")
+        end = tensor.stop
     return found
 
 

@@ -27,8 +27,8 @@ _KEYS = ("quantization_config", "compression_config")
 MODELOPT = "hf_quant_config.json"
 
 _TOWER = re.compile(r"(?:^|\.)(?:visual|vision\w*|image\w*|audio\w*)\.")
-_OF_CACHE = re.compile(r"\.(?:[kv]_proj\.output_scale|[qkv]_scale|kv_scale|prob_output_scale)$")
-"""Scales of a KV cache in fewer bits."""
+_OF_CACHE = re.compile(r"\.(?:[kv]_proj\.output_scale|[qkv]_(?:scale|zero_point)|kv_scale|prob_output_scale)$")
+"""Scales and zero points of a KV cache in fewer bits."""
 _IN_LAYERS = re.compile(r"(?:^|\.)(layers\.\d+\..*)$")
 
 
@@ -172,6 +172,10 @@ def _found(form: Form, folder: Path, tensors: Mapping[str, StoredTensor]) -> Pub
     for stem in stems:
         parts = {suffix: tensors[f"{stem}.{suffix}"] for suffix in form.suffixes if f"{stem}.{suffix}" in tensors}
         _check_place(stem, form, folder)
+        if form.codes != "weight" and f"{stem}.weight" in tensors:
+            raise UnsupportedError(
+                f"{folder}: {stem} has {form.codes} ({form.told}) and also weight, and one of them is due; {_AGAIN}"
+            )
         modules[stem] = form.shape_of(stem, parts)
         scales[stem] = parts[form.scale_of(stem, parts)].dtype
         consumed |= {tensor.name for tensor in parts.values()}
@@ -193,6 +197,8 @@ def _check_others(form: Form, folder: Path, tensors: Mapping[str, StoredTensor])
     """UnsupportedError if there are tensors of fewer bits that `form` has no place for."""
     for name, tensor in tensors.items():
         last = name.rpartition(".")[2]
+        if _OF_CACHE.search(name):
+            continue
         if tensor.dtype in ("F8_E4M3", "F8_E5M2", "F4", "F8_E8M0", "I8", "U8") and last not in form.suffixes:
             raise UnsupportedError(
                 f"{tensor.file}: {name} is in {tensor.dtype}, for which {form.told} has no place; {_AGAIN}"

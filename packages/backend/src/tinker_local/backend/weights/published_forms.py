@@ -6,7 +6,7 @@ Legend: N rows (out), K columns (in).
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from tinker_local.backend.weight_files import StoredTensor
 from tinker_local.backend.weights.layout import Layout, Scales
@@ -52,14 +52,19 @@ class Form:
     def scale_of(self, stem: str, parts: Mapping[str, StoredTensor]) -> str:
         """The suffix of the module's scales among its `parts`; UnsupportedError if it has none."""
         possible = [suffix for suffix in _SCALE_SUFFIXES if suffix in self.suffixes]
-        found = next((suffix for suffix in possible if suffix in parts), None)
-        if found is None:
-            codes = parts[self.codes]
+        found = [suffix for suffix in possible if suffix in parts]
+        codes = parts[self.codes]
+        if len(found) > 1:
+            raise UnsupportedError(
+                f"{codes.file}: {stem} has {' and '.join(found)} ({self.told}), and one of them is due; download the "
+                "model again"
+            )
+        if not found:
             raise UnsupportedError(
                 f"{codes.file}: {codes.name} is in {codes.dtype} ({self.told}), and there is no "
                 f"{' or '.join(f'{stem}.{suffix}' for suffix in possible)}; download the model again"
             )
-        return found
+        return found[0]
 
     def shape_of(self, stem: str, parts: Mapping[str, StoredTensor]) -> tuple[int, int]:
         """(N, K) of a module; UnsupportedError if its tensors do not fit together."""
@@ -76,10 +81,24 @@ class Form:
                     f"{' or '.join(str([*each]) for each in possible)} is due for {self.told} with "
                     f"{stem}.{self.codes} {[*parts[self.codes].shape]}"
                 )
+            due = _INTEGERS.get(suffix)
+            if due is not None and parts[suffix].dtype not in due:
+                raise UnsupportedError(
+                    f"{parts[suffix].file}: {stem}.{suffix} is in {parts[suffix].dtype}, and {' or '.join(due)} is due "
+                    f"for {self.told}; download the model again"
+                )
         return shape
 
 
 _SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "scales")
+_INTEGERS: Mapping[str, tuple[str, ...]] = {
+    "qzeros": ("I32",),
+    "weight_zero_point": ("I32",),
+    "weight_shape": ("I64", "I32"),
+    "g_idx": ("I32", "I64"),
+    "weight_g_idx": ("I32", "I64"),
+}
+"""The dtypes of tensors that are integers, where a module's shape makes them due."""
 
 _Shapes = tuple[tuple[int, int], Mapping[str, tuple[tuple[int, ...], ...]]]
 """(N, K), and the shapes that tensors may have, by their suffixes."""
@@ -114,7 +133,7 @@ def _packed_shapes(form: Form, parts: Mapping[str, StoredTensor]) -> _Shapes:
     wanted: dict[str, tuple[tuple[int, ...], ...]] = {"weight_scale": ((outputs, groups),), "weight_shape": ((2,),)}
     if form.layout.zeros:
         wanted["weight_zero_point"] = ((-(-outputs // per_word), groups),)
-    if form.layout.order:
+    if "weight_g_idx" in parts or form.layout.order:
         wanted["weight_g_idx"] = ((inputs,),)
     return (outputs, inputs), wanted
 
@@ -196,7 +215,7 @@ def _awq(said: Mapping[str, Any], where: str) -> Form:
     group = _whole(said, "group_size" if "group_size" in said else "q_group_size", where)
     if bits != 4:
         raise UnsupportedError(f"{where}: AWQ in {bits} bits cannot be served: 4 can")
-    if (version := str(said.get("version") or "gemm").lower()) != "gemm":
+    if (version := str(said.get("version") or said.get("format") or "gemm").lower()) != "gemm":
         raise UnsupportedError(f"{where}: AWQ of version {version!r} cannot be served: gemm can")
     return Form(
         "awq",
@@ -260,8 +279,9 @@ def _scheme(weights: Mapping[str, Any]) -> list[Any]:
 
 
 def _ordered(weights: Mapping[str, Any]) -> bool:
-    """Whether files name the group of each column; "weight" and "static" chose columns before the groups were made."""
-    return weights.get("actorder") in ("group", "dynamic")
+    """Whether files name the group of each column; "weight" and "static" chose columns before the groups were made.
+    compressed-tensors read True as "group", in any case of letters."""
+    return str(weights.get("actorder")).lower() in ("group", "dynamic", "true")
 
 
 def _strategy(weights: Mapping[str, Any]) -> str:
@@ -315,13 +335,10 @@ def _sizes(weights: Mapping[str, Any], strategy: str, where: str) -> tuple[int |
         return None, None
     if strategy == "group" and weights.get("group_size") != -1:
         return _whole(weights, "group_size", where), None
-    blocks = weights.get("block_structure")
-    if (
-        strategy == "block"
-        and isinstance(blocks, list)
-        and len(blocks) == 2
-        and all(type(each) is int for each in blocks)
-    ):
+    if strategy == "block":
+        blocks = weights.get("block_structure")
+        if not _is_block(blocks):
+            raise UnsupportedError(f"{where}: block_structure is {blocks!r}, and two sizes are due, as [128, 128]")
         return blocks[1], blocks[0]
     raise UnsupportedError(
         f"{where}: strategy {strategy!r} of compressed-tensors cannot be served: group, channel, tensor and block can"
@@ -340,8 +357,8 @@ def _check_uniform(said: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _is_block(given: Any) -> bool:
-    return isinstance(given, list) and len(given) == 2 and all(isinstance(each, int) and each > 0 for each in given)
+def _is_block(given: Any) -> TypeGuard[list[int]]:
+    return isinstance(given, list) and len(given) == 2 and all(type(each) is int and each > 0 for each in given)
 
 
 def _whole(said: Mapping[str, Any], field: str, where: str) -> int:

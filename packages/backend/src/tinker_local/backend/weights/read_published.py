@@ -71,8 +71,8 @@ def _order(form: Form, module: str, read: Read, inputs: int) -> torch.Tensor | N
         return found
     if not torch.equal(found, (torch.arange(inputs) // group).int()):
         raise UnsupportedError(
-            f"{name} has columns of a group that are not side by side, and desc_act of the quantization_config does "
-            "not say so"
+            f"{name} has columns of a group that are not side by side, and "
+            f"{'desc_act' if form.kind == 'gptq' else 'actorder'} of the quantization_config does not say so"
         )
     return None
 
@@ -115,14 +115,30 @@ def _packed(form: Form, module: str, read: Read) -> Packed:
     if form.layout.zeros:
         of_rows = _unpacked(read(f"{module}.weight_zero_point").T, bits).T[:rows]
         zeros = _groups(form, of_rows - 2 ** (bits - 1), inputs)
-    order = _order(form, module, read, inputs) if form.layout.order else None
+    else:
+        _check_no_zeros(form, module, read)
+    order = _order(form, module, read, inputs)
     return Packed(_stored(codes, bits), _groups(form, read(f"{module}.weight_scale"), inputs), zeros, order)
+
+
+def _check_no_zeros(form: Form, module: str, read: Read) -> None:
+    """UnsupportedError if symmetric codes of compressed-tensors have zero points other than 0, which it reads."""
+    try:
+        zeros = read(f"{module}.weight_zero_point")
+    except KeyError:
+        return
+    if bool(zeros.float().any()):
+        raise UnsupportedError(
+            f"{module}.weight_zero_point has numbers other than 0, and the quantization_config says that weights are "
+            f"symmetric ({form.told})"
+        )
 
 
 def _fp8(form: Form, module: str, read: Read) -> Packed:
     """`weight` float8 or int8 [N, K], and a scale for all, each row or each block."""
     codes = read(f"{module}.weight")
     rows, inputs = codes.shape
+    _check_no_zeros(form, module, read)
     scales = _first(read, (f"{module}.weight_scale_inv", f"{module}.weight_scale"))
     if form.block_rows is None:
         return Packed(codes, scales.reshape(-1, 1).expand(rows, 1).contiguous())
