@@ -53,6 +53,19 @@ def in_memory(path: Path, memory: Path) -> bool:
     return path.resolve().is_relative_to(memory.resolve())
 
 
+async def test_versions_are_on_disk_where_the_memory_cannot_be_written_to(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container whose /dev/shm is read-only, which stops root as well; a mode of this folder would not."""
+    monkeypatch.setattr(os, "access", lambda path, mode: not (Path(path) == memory and mode == os.W_OK))
+    versions = VersionFolders(tmp_path / "data", shared_memory=memory)
+    path = await add(versions, "m:train:0/1", make_state(1, optimizer=False))
+    assert holds(path, 1)
+    assert not in_memory(path, memory)
+    assert not found(memory, "*")
+    versions.close()
+
+
 async def test_versions_are_written_in_memory_and_removed(tmp_path: Path, memory: Path) -> None:
     versions = VersionFolders(tmp_path / "data", shared_memory=memory)
     path = await add(versions, "m:train:0/1", make_state(1, optimizer=False))

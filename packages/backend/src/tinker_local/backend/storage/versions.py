@@ -53,11 +53,11 @@ class VersionFolders:
     folder `WRITE_DELAY` later, because writing takes memory bandwidth and the GIL from the version's first samples. If
     writing fails, the tensors stay in memory.
 
-    The newest versions are in `shared_memory` (a RAM file system; None or missing: on disk), as long as they fit into
-    `memory_bytes` and into half of the free space there. Older ones move to `data_dir/ephemeral`. A version's path
-    stays valid when it moves, and readers see the same content at any time. The caller holds the lock of `data_dir`
-    (`Store`). Versions are published on one event loop; the other methods may be called from several threads, and
-    `flush`, `remove` and `close` block.
+    The newest versions are in `shared_memory` (a RAM file system; None, missing or not writable: on disk), as long as
+    they fit into `memory_bytes` and into half of the free space there. Older ones move to `data_dir/ephemeral`. A
+    version's path stays valid when it moves, and readers see the same content at any time. The caller holds the lock of
+    `data_dir` (`Store`). Versions are published on one event loop; the other methods may be called from several
+    threads, and `flush`, `remove` and `close` block.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class VersionFolders:
         self._disk.mkdir(parents=True)
         self._memory_bytes = memory_bytes
         self._memory: Path | None = None
-        if shared_memory is not None and shared_memory.is_dir():
+        if shared_memory is not None and shared_memory.is_dir() and os.access(shared_memory, os.W_OK):
             self._memory, self._memory_lock = _take_memory_folder(shared_memory)
         self._versions: dict[str, _Version] = {}
         self._changing = threading.Lock()  # held while folders are written, moved and deleted
