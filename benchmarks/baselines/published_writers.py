@@ -10,7 +10,6 @@ that AutoGPTQ and AutoAWQ publish. Activations are not rounded.
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,13 +125,12 @@ def main(source: str, text: str, out: str, name: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, folder = AutoTokenizer.from_pretrained(source), Path(out)
-    numbers: Callable[[], dict[str, torch.Tensor]]
     if name in COMPRESSED:
         by_llm_compressor(source, tokenizer, Path(text), folder, name)
-        numbers = lambda: decompressed(folder)  # noqa: E731
+        own = decompressed(folder)
     else:
         by_auto_round(source, tokenizer, folder, name)
-        numbers = lambda: unpacked(folder, ROUNDED[name]["bits"], awq="awq" in name)  # noqa: E731
+        own = unpacked(folder, ROUNDED[name]["bits"], awq="awq" in name)
     ids = tokenizer(Path(text).read_text()).input_ids[:TOKENS]
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
 
@@ -141,7 +139,7 @@ def main(source: str, text: str, out: str, name: str) -> None:
             rows = torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1)
         return rows[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
 
-    found, own = {"ids": ids, "dense": logprobs()}, numbers()
+    found = {"ids": ids, "dense": logprobs()}
     own = {key: value for key, value in own.items() if key in model.state_dict()}
     matrices = [key for key in own if key.endswith("_proj.weight")]
     if len(matrices) != sum(key.endswith("_proj.weight") for key in model.state_dict()):
