@@ -1,5 +1,6 @@
 """Templates that are rendered quickly give what transformers' give, and may read no more."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ def test_the_text_of_a_processors_template_with_tools_is_that_of_transformers(
         "''.__class__.__mro__",
         "'a'.upper()",
         "'a'.format",
+        "'a{}'.format('b')",
         "'{0.__class__}'.format(1)",
         "'{a}'.format_map({'a': 2})",
         "'a,b'.split(',')[1].strip().replace('b', 'c')",
@@ -105,8 +107,8 @@ def test_the_text_of_a_processors_template_with_tools_is_that_of_transformers(
 def test_a_template_may_read_what_it_may_read_of_transformers(
     both: Callable[..., tuple[Any, Any]], expression: str
 ) -> None:
-    theirs, ours = both("{{ " + expression + " }}")
-    assert ours == theirs
+    theirs, ours = (re.sub("0x[0-9a-f]+", "", str(each)) for each in both("{{ " + expression + " }}"))
+    assert ours == theirs  # but for addresses of functions that are made for each reading
     for attribute in ("loop.first", "loop.nextitem.role", "loop.cycle('a', 'b')", "loop.__class__", "loop._index"):
         theirs, ours = both("{% for message in messages %}{{ " + attribute + " }}{% endfor %}")
         assert ours == theirs
