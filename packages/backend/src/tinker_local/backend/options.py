@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from tinker_local.types.named_pictures import check_image_host
-
 DType = Literal["float32", "bfloat16"]
 Precision = Literal["int8", "int4"]
 HeadPrecision = Literal["int8"]
@@ -89,6 +87,13 @@ def parse_host_and_port(text: str) -> str:
     if not host or not re.fullmatch(r"\d{1,5}", port) or not 0 < int(port) < 2**16:
         raise ValueError(f"expected HOST:PORT, got {text!r}")
     return text
+
+
+def _check_image_host(text: str) -> str:
+    # numpy and pydantic come with it, and `--help` is to be there at once.
+    from tinker_local.types.named_pictures import check_image_host
+
+    return check_image_host(text)
 
 
 def parse_shard(text: str) -> ShardChoice:
@@ -441,7 +446,7 @@ class BackendOptions:
             "more hosts. Default: none.",
             flag="--image-host",
             metavar="HOST[:PORT]",
-            parse=check_image_host,
+            parse=_check_image_host,
             group=OF_CLIENTS,
         ),
     ] = ()
