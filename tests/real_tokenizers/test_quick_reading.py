@@ -127,7 +127,7 @@ def test_pairs_are_what_the_plain_way_makes_of_them(tokenizer: Any, tmp_path: Pa
 def test_how_many_rows_are_read_together_changes_nothing(
     qwen3: Real, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int
 ) -> None:
-    """Bad rows, which fail at different stages, are told in their order too."""
+    """Some rows are bad, and are found to be so at different stages; they are listed in the order of the file."""
     draw = random.Random(13)
     rows: list[dict[str, Any]] = [{"messages": talk(draw)} for _ in range(20)]
     rows[3] = {"messages": [{"role": "user", "content": "no answer"}]}

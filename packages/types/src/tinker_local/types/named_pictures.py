@@ -40,7 +40,7 @@ def read_below(name: str, folders: Sequence[Path], most_bytes: int) -> bytes:
     """The bytes of the file `name`, a path that is absolute or relative to one of `folders` (resolved ones), which are
     tried in order. Links are followed, and the file that they lead to must be below one of the folders.
 
-    Raises NotBelowError if there is no such file, and TooManyBytesError if it is larger than `most_bytes`.
+    Raises NotBelowError if none of the folders has the file, and TooManyBytesError if it is larger than `most_bytes`.
     """
     for folder in folders:
         if (path := _file_at(folder / name, folders)) is not None:

@@ -41,7 +41,7 @@ def messages_of(row: Mapping[str, Any]) -> tuple[list[Any], str] | None:
 def _sharegpt(row: Mapping[str, Any], name: str) -> list[Any]:
     turns = row[name]
     if not all(isinstance(turn, Mapping) and "from" in turn for turn in turns):
-        return list(turns)  # OpenAI's form under this name, or problems that are told as such
+        return list(turns)  # OpenAI's form in a column of this name; what is not, `forms` refuses
     pictures = row.get("images", row.get("image"))
     count = len(pictures) if isinstance(pictures, list) else int(pictures is not None)
     marked = sum(str(turn.get("value")).count(_PICTURE) for turn in turns)

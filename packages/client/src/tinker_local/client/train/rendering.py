@@ -301,7 +301,7 @@ class _Talk:
         digests: Sequence[bytes],
         options: Mapping[str, Any],
     ) -> None:
-        self.chat = self._chat = chat
+        self.chat = chat
         self._places = places
         self._row = row
         self._contents = contents
@@ -337,7 +337,7 @@ class _Talk:
             return [self._answer(at, prompt, whole) for at, (prompt, whole) in self._texts.items()]
 
     def _render(self, messages: Sequence[dict[str, Any]], *, generate: bool) -> str:
-        return self._chat.render(messages, generate=generate, options=self._options)
+        return self.chat.render(messages, generate=generate, options=self._options)
 
     def _check_heard(self) -> None:
         asked = [at for at, message in enumerate(self._row.messages) if message.role != "assistant"]
@@ -354,7 +354,7 @@ class _Talk:
 
     def _answer(self, at: int, prompt: str, whole: str) -> Answer:
         """The answer that is message `at`, behind those before it."""
-        chat, field = self._chat, self._row.messages[at].field
+        chat, field = self.chat, self._row.messages[at].field
         images = [image for each in self._images[:at] for image in each]
         given = tinker.ModelInput(chunks=chat.chunks(self._places.complete(prompt), images))
         if self._is_plain(at, prompt, whole):
@@ -385,7 +385,7 @@ class _Talk:
         if begins and not hidden and not (END_THINK in begun and whole[len(prompt) :].lstrip().startswith(THINK)):
             return self._as_rendered(at, whole, len(prompt))
         why = f"leaves out {hidden}" if hidden else "begins the answer otherwise than its prompt does"
-        tokens = self._as_written(at, shown, begun or self._chat.prefill, why)
+        tokens = self._as_written(at, shown, begun or self.chat.prefill, why)
         return tokens, [True] * len(tokens)
 
     def _hidden(self, at: int, shown: str) -> str:
@@ -403,7 +403,7 @@ class _Talk:
         """The tokens of an answer that is all text, as a model writes it behind the template's prompt: templates drop
         thoughts from what a model reads again, and not from what it writes. All but the thoughts must be `shown`.
         `begun`: the thought that the prompt opens, or has closed."""
-        message, chat = self._row.messages[at], self._chat
+        message, chat = self._row.messages[at], self.chat
         hint = "; chat_template_kwargs may set enable_thinking" if begun and "enable_thinking" in chat.words() else ""
         if message.calls or message.thoughts:
             name = "tool_calls" if message.calls else _THOUGHTS[0]
@@ -422,7 +422,7 @@ class _Talk:
 
     def _as_rendered(self, at: int, whole: str, begin: int) -> tuple[list[int], list[bool]]:
         """The tokens of `whole` behind `begin`, up to the end of the turn, and which of them are trained."""
-        chat, field = self._chat, self._row.messages[at].field
+        chat, field = self.chat, self._row.messages[at].field
         pieces = [(whole[begin:], True)]
         if (found := chat.render_marked(self._contents[: at + 1], options=self._options)) is not None:
             pieces = _cut(whole, begin, found[1])
@@ -450,7 +450,7 @@ class _Talk:
 
     def _ended(self, field: str, tokens: list[int], trained: list[bool]) -> tuple[list[int], list[bool]]:
         """An answer for which the template writes no end: EOS ends it, as when it is sampled."""
-        chat = self._chat
+        chat = self.chat
         if chat.end_of_turn is not None:
             end = chat.decode([chat.end_of_turn], special=True)
             raise CannotRender(field, f"the chat template ends other answers with {end}, and not this one")

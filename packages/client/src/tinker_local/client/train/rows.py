@@ -1,6 +1,7 @@
 """A data set as rows to train on: all of it is read once, and every bad row is found before training begins."""
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -86,29 +87,23 @@ class FileRows:
         ends: list[int] = []
         problems: list[Problem] = []
         digest, pictures, any_picture = hashlib.sha256(), hashlib.sha256(), False
-
-        def finish(group: Sequence[_BegunRow]) -> None:
-            nonlocal any_picture
-            for row in group:
-                try:
-                    found, short = self._finished(row, kind=self.kind if good else None)
-                except RowError as error:
-                    problems.extend(error.problems)
-                else:
-                    self.kind = "preference" if isinstance(found, Preference) else "sft"
-                    self.shortened += short
-                    good.append(row.at)
-                    lengths.extend((each.length, each.trained) for each in _examples(found))
-                    ends.append(len(lengths))
-                    digest.update(repr(row.row).encode(errors="surrogatepass"))
-                    for each in (each for talk in row.talks for each in talk.digests):
-                        pictures.update(each)
-                        any_picture = True
-                if progress is not None:
-                    progress(row.at + 1, len(self._source))
-
-        for group in self._encoded():
-            finish(group)
+        for row in itertools.chain.from_iterable(self._encoded()):
+            try:
+                found, short = self._finished(row, kind=self.kind if good else None)
+            except RowError as error:
+                problems.extend(error.problems)
+            else:
+                self.kind = "preference" if isinstance(found, Preference) else "sft"
+                self.shortened += short
+                good.append(row.at)
+                lengths.extend((each.length, each.trained) for each in _examples(found))
+                ends.append(len(lengths))
+                digest.update(repr(row.row).encode(errors="surrogatepass"))
+                for each in (each for talk in row.talks for each in talk.digests):
+                    pictures.update(each)
+                    any_picture = True
+            if progress is not None:
+                progress(row.at + 1, len(self._source))
         self._good, self._ends = np.array(good, np.int64), np.array(ends, np.int64)
         self._lengths = np.array(lengths, np.int64).reshape(-1, 2)
         self.skipped, self.digest = tuple(problems), digest.hexdigest()

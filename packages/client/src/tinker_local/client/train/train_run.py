@@ -267,8 +267,8 @@ def _new(
 def _started(
     service: tinker.ServiceClient, model: str, path: str, asked: dict[str, Any]
 ) -> tuple[tinker.TrainingClient, dict[str, Any]]:
-    """One with the weights of a checkpoint and a new optimizer, and `asked` with its rank. InvalidRequestError if there
-    is no such checkpoint, or if its rank or base model is not the one that was asked for."""
+    """One with the weights of a checkpoint and a new optimizer, and `asked` with its rank. InvalidRequestError if the
+    server does not have the checkpoint, or if it has another rank or base model than was asked for."""
     try:
         client = service.create_training_client_from_state(path).result()
     except tinker.NotFoundError as error:
