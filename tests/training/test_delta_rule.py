@@ -11,7 +11,7 @@ import pytest
 import torch
 from tinker_local.backend.training.kernels import delta_rule
 from tinker_local.backend.training.kernels.delta_rule import DeltaRule, MixInputs, mix, mix_backward
-from tinker_local.backend.training.model.attention import Segments
+from tinker_local.backend.training.model.segments import Segments
 
 KEY_HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, TAPS = 2, 6, 5, 7, 4
 CPU = torch.device("cpu")

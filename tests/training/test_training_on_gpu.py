@@ -12,8 +12,9 @@ import pytest
 import torch
 from tinker_local.backend.training.lora.lora import gradient_norm
 from tinker_local.backend.training.losses import LOSSES
-from tinker_local.backend.training.model.attention import AttentionRule, Segments, attend, attend_backward
+from tinker_local.backend.training.model.attention import AttentionRule, attend, attend_backward
 from tinker_local.backend.training.model.decoders.written_out.experts_block import ExpertsPass
+from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.optimizers.adamw import ADAMW
 from tinker_local.backend.training.optimizers.optimizer import TRIED_AT_ONCE, Limits, OptimizerState
 from tinker_local.backend.training.trainer import TrainResult, TrainWork

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from tinker_local.backend.training.model.segments import Bounds
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -18,21 +19,20 @@ def flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: int,
+    bounds: Bounds,
     scaling: float,
     *,
     causal: bool,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention inside each segment. `query` [T, N, D], `key` and `value` [T, M, D], `bounds` int32 [segments + 1];
-    returns the output [T, N, D] and the logsumexp of the scores [N, T]. `window`: how many positions each attends to,
-    itself included.
+    """Attention of each segment to its keys. `query` [T, N, D], `key` and `value` [keys, M, D]; returns the output
+    [T, N, D] and the logsumexp of the scores [N, T]. `causal`: the last position of a segment sees all of its keys, the
+    one before it all but the last, and so on. `window`: how many positions each attends to, itself included.
 
     Calls the operators directly, because `torch.nn.attention.varlen` of 2.11 refuses fewer key-value than query heads.
     """
     output, logsumexp, _, _, _ = torch.ops.aten._flash_attention_forward(
-        query, key, value, bounds, bounds, longest, longest, 0.0, causal, False, scale=scaling, **_window(window)
+        query, key, value, *_arguments(bounds), 0.0, causal, False, scale=scaling, **_window(window)
     )
     return output, logsumexp
 
@@ -44,18 +44,21 @@ def flash_attention_backward(
     value: torch.Tensor,
     output: torch.Tensor,
     logsumexp: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: int,
+    bounds: Bounds,
     scaling: float,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value of a causal `flash_attention`."""
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
-        grad, query, key, value, output, logsumexp, bounds, bounds, longest, longest, 0.0, True,
+        grad, query, key, value, output, logsumexp, *_arguments(bounds), 0.0, True,
         no_dropout, torch.empty(0, device=query.device), scale=scaling, **_window(window),
     )  # fmt: skip
     return grad_query, grad_key, grad_value
+
+
+def _arguments(bounds: Bounds) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    return bounds.queries, bounds.keys, bounds.longest_query, bounds.longest_keys
 
 
 def _window(window: int | None) -> dict[str, int]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tinker_local.backend.training.model.attention import Segments
+from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.parallel.shared_rows import SharedRow
 from tinker_local.backend.training.run.transfer import to_device
 

@@ -1,85 +1,21 @@
 """Causal attention inside the segments of one packed row, forward and backward.
 
-A segment is the contiguous positions of one sequence. Bounds are explicit, never inferred from position ids. Sliding
-windows, soft caps and sinks are part of the rule; positions of an image may see all of it. Legend: T positions, N query
-heads, M key-value heads (N is a multiple of M), D head size, B segments of one length L.
+Sliding windows, soft caps and sinks are part of the rule; positions of an image may see all of it. Where sequences
+begin alike (`segments.py`), the keys and values of what they share are copied for each that goes on from there, and the
+gradients of the copies are added up: so each rule holds as it does for a sequence alone, in one softmax.
+
+Legend: T positions, N query heads, M key-value heads (N is a multiple of M), D head size, B segments of one length with
+paths of one length.
 
 Of a row that several ranks share, queries, keys, values, outputs and gradients are those of this rank's positions."""
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
-import numpy as np
 import torch
 from tinker_local.backend.training.kernels import compat_torch
+from tinker_local.backend.training.model.segments import Run, Segments, wide_dtype
 from tinker_local.backend.training.parallel.shared_rows import SharedRow
-from tinker_local.backend.training.run.transfer import to_device
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """`count` adjacent segments of the same `length`, from position `start` on."""
-
-    start: int
-    count: int
-    length: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.count * self.length
-
-
-@dataclass(frozen=True)
-class Segments:
-    """The `lengths` of the segments that tile a row, in order, and their bounds on the device for attention kernels.
-
-    `images`: start and stop in the row of each image whose positions also see those after them in the image. `shared`:
-    if several ranks share the row. All else is of the whole row.
-    """
-
-    lengths: tuple[int, ...]
-    device: torch.device
-    images: tuple[tuple[int, int], ...] = ()
-    shared: SharedRow | None = None
-
-    @cached_property
-    def gathered(self) -> "Segments":
-        """The same row where all of its positions are on this rank, with some heads of each."""
-        return replace(self, shared=None)
-
-    @cached_property
-    def runs(self) -> tuple[Run, ...]:
-        """Adjacent segments of equal length, grouped so that each group makes one batched call."""
-        runs, start = [], 0
-        for length, group in itertools.groupby(self.lengths):
-            run = Run(start, len(list(group)), length)
-            runs.append(run)
-            start = run.stop
-        return tuple(runs)
-
-    @cached_property
-    def bounds(self) -> torch.Tensor:
-        """int32 [segments + 1]: the start of each segment, then the end."""
-        return to_device(np.array([0, *itertools.accumulate(self.lengths)], np.int32), self.device)
-
-    @cached_property
-    def places(self) -> torch.Tensor:
-        """int64 [T]: each position's place in its segment, from 0."""
-        return to_device(np.concatenate([np.arange(length) for length in self.lengths]), self.device)
-
-    @cached_property
-    def horizon(self) -> torch.Tensor:
-        """int64 [T]: the first place of its segment that each position does not see because it comes later."""
-        found = np.concatenate([np.arange(1, length + 1) for length in self.lengths])
-        for start, stop in self.images:
-            found[start:stop] = found[stop - 1]
-        return to_device(found, self.device)
-
-    @cached_property
-    def longest(self) -> int:
-        return max(self.lengths)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,17 +50,24 @@ def attend(
         query, key, value = shared.to_heads(query, key, value)
         output, logsumexp = attend(query, key, value, segments.gathered, rule.of_heads(shared))
         return shared.to_rows(output)[0], logsumexp
+    return _attend(query, segments.to_keys(key), segments.to_keys(value), segments, rule)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, rule: AttentionRule
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `attend`, with `key` and `value` of all keys."""
     if rule.softcap is None and not segments.images and compat_torch.flash_attention_works(query):
         output, logsumexp = compat_torch.flash_attention(
-            query, key, value, segments.bounds, segments.longest, rule.scaling, causal=True, window=rule.window
+            query, key, value, segments.bounds, rule.scaling, causal=True, window=rule.window
         )
         return (output, logsumexp) if rule.sinks is None else _with_sinks(output, logsumexp, rule.sinks)
     if _is_plain(rule, segments):
-        outputs = [_run_attention(query, key, value, run, rule.scaling) for run in segments.runs]
+        outputs = [_run_attention(query, key, value, run, keys, rule.scaling) for run, keys in segments.runs]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)), None
     output = torch.empty_like(query)
-    for run in segments.runs:
-        for part in _portions(query, key, value, segments, run, rule):
+    for run, keys in segments.runs:
+        for part in _portions(query, key, value, segments, run, keys, rule):
             part.rows_of(output).copy_(part.weights(rule) @ part.value)
     return output, None
 
@@ -148,24 +91,41 @@ def attend_backward(
         del grad, query, key, value, output
         grad_query, grad_key, grad_value = shared.to_rows(*found)
         return grad_query, grad_key, grad_value
+    found = _attend_backward(
+        grad, query, segments.to_keys(key), segments.to_keys(value), output, logsumexp, segments, rule
+    )
+    return found[0], segments.sum_of_keys(found[1], key.dtype), segments.sum_of_keys(found[2], value.dtype)
+
+
+def _attend_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor | None,
+    segments: Segments,
+    rule: AttentionRule,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `attend_backward`, with `key`, `value` and their gradients of all keys."""
     if logsumexp is not None:
         # Output and logsumexp include the sinks, so the kernel recomputes the right weights and gradients from them.
         return compat_torch.flash_attention_backward(
-            grad, query, key, value, output, logsumexp, segments.bounds, segments.longest, rule.scaling, rule.window
+            grad, query, key, value, output, logsumexp, segments.bounds, rule.scaling, rule.window
         )
     if _is_plain(rule, segments):
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-            again, _ = attend(leaves[0], leaves[1], leaves[2], segments, rule)
+            again, _ = _attend(leaves[0], leaves[1], leaves[2], segments, rule)
             grad_query, grad_key, grad_value = torch.autograd.grad(again, leaves, grad)
         return grad_query, grad_key, grad_value
     grad_query = torch.empty_like(query)
-    grad_key = torch.zeros(key.shape, dtype=_wide(key), device=key.device)
-    grad_value = torch.zeros(value.shape, dtype=_wide(value), device=value.device)
-    for run in segments.runs:
-        for part in _portions(query, key, value, segments, run, rule):
+    grad_key = torch.zeros(key.shape, dtype=wide_dtype(key), device=key.device)
+    grad_value = torch.zeros(value.shape, dtype=wide_dtype(value), device=value.device)
+    for run, keys in segments.runs:
+        for part in _portions(query, key, value, segments, run, keys, rule):
             part.backward(rule, part.rows_of(grad), grad_query, grad_key, grad_value)
-    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+    return grad_query, grad_key, grad_value
 
 
 def _is_plain(rule: AttentionRule, segments: Segments) -> bool:
@@ -184,15 +144,17 @@ def _with_sinks(
 
 
 def _run_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run, scaling: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run, keys: Run, scaling: float
 ) -> torch.Tensor:
-    """Attention of one run's segments as a batch, [count * length, N, D]."""
+    """Attention of one run's segments, whose keys are the run `keys`, as a batch, [count * length, N, D]."""
     batched = [
-        tensor[run.start : run.stop].unflatten(0, (run.count, run.length)).transpose(1, 2)
-        for tensor in (query, key, value)
+        tensor[of.start : of.stop].unflatten(0, (of.count, of.length)).transpose(1, 2)
+        for tensor, of in ((query, run), (key, keys), (value, keys))
     ]
+    before = keys.length - run.length
+    seen = torch.ones(run.length, keys.length, dtype=torch.bool, device=query.device).tril(before) if before else None
     output = torch.nn.functional.scaled_dot_product_attention(
-        *batched, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        *batched, seen, is_causal=seen is None, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
     return output.transpose(1, 2).flatten(0, 1)
 
@@ -203,11 +165,12 @@ SCORES = 2**26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Portion:
-    """The queries [start, stop) of each segment of `run`, and the keys [first, last) that they may attend to.
-    `query` [B, M, N / M, l, D], `key` and `value` [B, M, 1, k, D]. `horizon` [B, 1, 1, l, 1]: `Segments.horizon` of the
-    queries; None without images."""
+    """The queries [start, stop) of each segment of `run`, and those of its `keys` that they may attend to, [first,
+    last). `query` [B, M, N / M, l, D], `key` and `value` [B, M, 1, k, D]. `horizon` [B, 1, 1, l, 1]: `Segments.horizon`
+    of the queries; None without images."""
 
     run: Run
+    keys: Run
     start: int
     stop: int
     first: int
@@ -236,8 +199,8 @@ class _Portion:
         """Write the gradient of these queries to `grad_query`; add those of the keys and values to the others."""
         scores = self._scores(rule)
         weights = self._softmax(scores, rule)
-        to_key = _grouped(grad_key, self.run, self.first, self.last, self.key.shape[1])
-        to_value = _grouped(grad_value, self.run, self.first, self.last, self.key.shape[1])
+        to_key = _grouped(grad_key, self.keys, self.first, self.last, self.key.shape[1])
+        to_value = _grouped(grad_value, self.keys, self.first, self.last, self.key.shape[1])
         wide = weights.dtype
         to_value += (weights.transpose(-1, -2) @ grad.to(wide)).sum(2, keepdim=True)
         grad_weights = (grad @ self.value.transpose(-1, -2)).to(wide)
@@ -253,10 +216,11 @@ class _Portion:
 
     def _scores(self, rule: AttentionRule) -> torch.Tensor:
         """Scores in float32 (float64 stays), -inf where a query may not attend."""
-        scores = (self.query @ self.key.transpose(-1, -2)).to(_wide(self.query)) * rule.scaling
+        scores = (self.query @ self.key.transpose(-1, -2)).to(wide_dtype(self.query)) * rule.scaling
         if rule.softcap is not None:
             scores = rule.softcap * torch.tanh(scores / rule.softcap)
-        queries = torch.arange(self.start, self.stop, device=scores.device)[:, None]
+        before = self.keys.length - self.run.length
+        queries = torch.arange(before + self.start, before + self.stop, device=scores.device)[:, None]
         keys = torch.arange(self.first, self.last, device=scores.device)[None]
         hidden = keys > queries if self.horizon is None else keys >= self.horizon
         if rule.window is not None:
@@ -273,29 +237,37 @@ class _Portion:
 
 
 def _portions(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, run: Run, rule: AttentionRule
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    run: Run,
+    keys: Run,
+    rule: AttentionRule,
 ) -> Iterator[_Portion]:
     """Split the queries of `run` so that the scores of each portion stay below `SCORES`."""
     groups = key.shape[1]
-    size = max(1, SCORES // (run.count * query.shape[1] * run.length))
+    before = keys.length - run.length
+    size = max(1, SCORES // (run.count * query.shape[1] * keys.length))
     for start in range(0, run.length, size):
         stop = min(run.length, start + size)
-        first = 0 if rule.window is None else max(0, start - rule.window + 1)
-        last, horizon = stop, None
+        first = 0 if rule.window is None else max(0, before + start - rule.window + 1)
+        last, horizon = before + stop, None
         if segments.images:
-            last = run.length  # an image may begin in this portion and end in another
+            last = keys.length  # an image may begin in this portion and end in another
             of_run = segments.horizon[run.start : run.stop].unflatten(0, (run.count, run.length))
             horizon = of_run[:, None, None, start:stop, None]
         yield _Portion(
             run,
+            keys,
             start,
             stop,
             first,
             last,
             horizon,
             _grouped(query, run, start, stop, groups),
-            _grouped(key, run, first, last, groups),
-            _grouped(value, run, first, last, groups),
+            _grouped(key, keys, first, last, groups),
+            _grouped(value, keys, first, last, groups),
         )
 
 
@@ -303,7 +275,3 @@ def _grouped(tensor: torch.Tensor, run: Run, start: int, stop: int, groups: int)
     """Positions [start, stop) of each segment of `run`, a view [B, groups, heads / groups, stop - start, D]."""
     of_run = tensor[run.start : run.stop].unflatten(0, (run.count, run.length))[:, start:stop]
     return of_run.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
-
-
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

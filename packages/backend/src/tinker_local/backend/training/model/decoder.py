@@ -12,7 +12,7 @@ import torch
 from tinker_local.backend.options import DecoderName
 from tinker_local.backend.training.lora.lora import Target
 from tinker_local.backend.training.lora.lora_batch import LoraBatch
-from tinker_local.backend.training.model.attention import Segments
+from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory, RecomputePolicy
 from tinker_local.backend.weights.large_weights import RESIDENT, Walk

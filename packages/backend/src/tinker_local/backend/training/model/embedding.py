@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 from tinker_local.backend.families.family import ImageFeatures
-from tinker_local.backend.training.model.attention import Segments
 from tinker_local.backend.training.model.decoder import PackedRow
 from tinker_local.backend.training.model.load_model import LoadedModel
+from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.run.image_features import ImageFeatureCache
 from tinker_local.backend.training.run.packing import Part
 from tinker_local.backend.training.run.transfer import to_device

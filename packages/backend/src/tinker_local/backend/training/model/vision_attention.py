@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tinker_local.backend.training.kernels import compat_torch
+from tinker_local.backend.training.model.segments import Bounds
 from transformers import AttentionInterface
 
 PACKED_ATTENTION = "tinker_local_packed_flash"
@@ -36,10 +37,9 @@ def packed_attention(
         raise NotImplementedError("packed attention does not support masks or dropout")
     rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
     if compat_torch.flash_attention_works(query):
-        bounds = cu_seq_lens_q.to(torch.int32)
-        output, _ = compat_torch.flash_attention(
-            rows[0], rows[1], rows[2], bounds, int(max_length_q), scaling, causal=False
-        )
+        starts, longest = cu_seq_lens_q.to(torch.int32), int(max_length_q)
+        bounds = Bounds(starts, starts, longest, longest)
+        output, _ = compat_torch.flash_attention(rows[0], rows[1], rows[2], bounds, scaling, causal=False)
         return output.unsqueeze(0), None
     lengths = (cu_seq_lens_q[1:] - cu_seq_lens_q[:-1]).tolist()
     outputs, start = [], 0

@@ -18,7 +18,6 @@ from tinker_local.backend.families.family import LoraNames
 from tinker_local.backend.options import DecoderName
 from tinker_local.backend.training.lora.lora import Adapter, AdapterSlice, Flag, Target, groups_of, layout
 from tinker_local.backend.training.lora.lora_batch import LoraBatch, LowRank, Parts, project, project_backward
-from tinker_local.backend.training.model.attention import Segments
 from tinker_local.backend.training.model.decoder import PackedRow
 from tinker_local.backend.training.model.decoders.gated_mlp import GatedDown, is_gated
 from tinker_local.backend.training.model.decoders.packed_attention import (
@@ -37,6 +36,7 @@ from tinker_local.backend.training.model.decoders.packed_experts import (
 from tinker_local.backend.training.model.decoders.recomputed_norm import RecomputedNorm, is_norm
 from tinker_local.backend.training.model.decoders.transformers_positions import decoder_rotations
 from tinker_local.backend.training.model.experts import ExpertWeights
+from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory, Keep, LayerMemory, RecomputePolicy
 from tinker_local.backend.weights.dense import dense

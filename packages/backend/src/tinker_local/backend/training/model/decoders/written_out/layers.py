@@ -12,7 +12,6 @@ from tinker_local.backend.options import DecoderName
 from tinker_local.backend.training.kernels.kernels import Kernels
 from tinker_local.backend.training.lora.lora import check_distinct
 from tinker_local.backend.training.lora.lora_batch import LoraBatch
-from tinker_local.backend.training.model.attention import Segments
 from tinker_local.backend.training.model.decoder import PackedRow
 from tinker_local.backend.training.model.decoders.written_out.attention_block import AttentionBlock
 from tinker_local.backend.training.model.decoders.written_out.block import (
@@ -20,6 +19,7 @@ from tinker_local.backend.training.model.decoders.written_out.block import (
     BlockPass,
     RowContext,
 )
+from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.rotations import Rotations, rotation
 from tinker_local.backend.training.run.block_memory import decoder_memory
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory, Keep, RecomputePolicy
