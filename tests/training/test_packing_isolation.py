@@ -52,9 +52,9 @@ def test_changing_one_datum_leaves_the_others_logprobs_unchanged(
 
 @pytest.mark.mutation(
     "images-at-the-start-of-the-batch",
-    "_place_images",
-    "int(start) + placement.offset, placement.image",
-    "placement.offset, placement.image",
+    "_placements",
+    "int(rows[placed.offset]), placed.image",
+    "placed.offset, placed.image",
     cases=("qwen3_vl",),
 )
 @pytest.mark.parametrize("family", FAMILIES)

@@ -24,7 +24,8 @@ class TrainerConfig:
     and LM head, of `weights/kinds.py`. `head_weights`: "int8" if embedding and LM head are in 8 bits, whatever the
     layers are in; else "dense". `shards`: how many ranks, in a row, hold one copy of the layers and of an untied LM
     head together, each a part; 1: all are whole on each. `context_parallel`: how many ranks, in a row, share each
-    micro-batch, which then has as many times `micro_batch_tokens`. `shared_weights`: the address of a `MemoryHolder`
+    micro-batch, which then has as many times `micro_batch_tokens`. `share_prefixes`: what data of a request begin with
+    is computed once. `shared_weights`: the address of a `MemoryHolder`
     that gets the matrices, for a sampler on the same device; None: they are this trainer's alone.
     """
 
@@ -45,4 +46,5 @@ class TrainerConfig:
     head_weights: str = "dense"
     shards: int = 1
     context_parallel: int = 1
+    share_prefixes: bool = True
     shared_weights: str | None = None

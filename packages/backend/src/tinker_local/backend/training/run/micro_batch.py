@@ -27,6 +27,7 @@ from tinker_local.backend.training.run.image_features import ImageFeatureCache
 from tinker_local.backend.training.run.nudging import nudge_in_place
 from tinker_local.backend.training.run.packing import Item, Packed, Part, pack, part_of, spans
 from tinker_local.backend.training.run.recompute_policy import RecomputePolicy, free_bytes
+from tinker_local.backend.training.run.transfer import to_device
 from tinker_local.backend.training.trainer import TrainWork
 from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.weights.large_weights import RESIDENT, Walk
@@ -150,7 +151,7 @@ class MicroBatchRunner:
         if not gradient:
             logprobs = self._head.logprobs(done.hidden, targets, batch.group(HEAD_GROUP))
             complete(logprobs)
-            losses.derive(np.arange(part.targets.start, part.targets.stop), logprobs)
+            losses.derive(part.targets, logprobs)
             return Pending(packed, _own(losses.numbers(logprobs), part)), ()
         slices = batch.group(HEAD_GROUP)
         found = [*self._head.logprobs_and_gradient(done.hidden, targets, slices, losses.derive, complete)]
@@ -235,9 +236,11 @@ def towers_of(adapters: Mapping[str, Adapter]) -> set[str | None]:
 
 def _own(numbers: torch.Tensor, part: Part) -> torch.Tensor:
     """`numbers` [3, M] with 0 for the targets of other ranks."""
-    numbers[:, : part.targets.start] = 0
-    numbers[:, part.targets.stop :] = 0
-    return numbers
+    if part.shared.or_none is None:
+        return numbers
+    others = np.ones(numbers.shape[1], np.bool_)
+    others[part.targets] = False
+    return numbers.masked_fill(to_device(others, numbers.device), 0)
 
 
 def _targets(part: Part, works: Mapping[int, TrainWork]) -> Targets:
@@ -261,8 +264,9 @@ def _slices(part: Part, adapters: Mapping[str, Adapter]) -> list[AdapterSlice]:
     """The rows of each adapter, also of those without any on this rank; an adapter's items are adjacent."""
     slices: list[AdapterSlice] = []
     at, rows = -part.start, part.stop - part.start
-    for adapter_id, group in itertools.groupby(part.packed.items, key=lambda item: item.adapter_id):
-        start, at = at, at + sum(item.length for item in group)
+    items = zip(part.packed.items, part.packed.added, strict=True)
+    for adapter_id, group in itertools.groupby(items, key=lambda pair: pair[0].adapter_id):
+        start, at = at, at + sum(added for _, added in group)
         adapter = None if adapter_id is None else adapters[adapter_id]
         slices.append(AdapterSlice(adapter, min(max(start, 0), rows), min(max(at, 0), rows)))
     if part.padding:
@@ -273,7 +277,8 @@ def _slices(part: Part, adapters: Mapping[str, Adapter]) -> list[AdapterSlice]:
 def _not_finite(packed: Packed, target: int, logprobs: torch.Tensor, losses: torch.Tensor) -> InvalidRequestError:
     """The error for the first target that is not finite."""
     place = int(np.searchsorted(packed.target_starts, target, side="right")) - 1
-    position = int(packed.target_rows[target]) - packed.starts[place]
+    datum = packed.items[place].datum
+    position = (target - packed.target_starts[place]) // datum.target_tokens[0].size
     return InvalidRequestError(
         f"data[{packed.items[place].index}]: the loss is not finite at position {position}: "
         f"logprob {float(logprobs[target])}, loss {float(losses[target])}"

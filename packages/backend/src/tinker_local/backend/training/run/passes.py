@@ -10,7 +10,7 @@ from tinker_local.backend.training.lora.lora import Adapter
 from tinker_local.backend.training.parallel.ranks import Ranks
 from tinker_local.backend.training.parallel.shared_rows import RowRanks
 from tinker_local.backend.training.run.micro_batch import MicroBatchRunner, Pending, towers_of
-from tinker_local.backend.training.run.packing import Item, Packed, in_order, items_of, pack, rounds
+from tinker_local.backend.training.run.packing import Item, Packed, in_order, items_of, pack, rounds, row_length
 from tinker_local.backend.training.run.tally import Tally
 from tinker_local.backend.training.run.token_budget import TokenBudget
 from tinker_local.backend.training.trainer import TrainWork
@@ -25,7 +25,8 @@ class Passes:
 
     `adapters` is read during a pass and must hold every adapter that its requests name. Every one of `ranks` computes
     the same plan and runs its own micro-batches; after a pass, all have the results and gradients of all. `row_ranks`
-    run a micro-batch together, which then may have as many times the positions of the budget.
+    run a micro-batch together, which then may have as many times the positions of the budget. `share`: whether what
+    data of a request begin with is computed once.
     """
 
     def __init__(
@@ -37,6 +38,8 @@ class Passes:
         device: torch.device,
         ranks: Ranks,
         row_ranks: RowRanks,
+        *,
+        share: bool,
     ) -> None:
         self._runner = runner
         self._adapters = adapters
@@ -45,6 +48,7 @@ class Passes:
         self._device = device
         self._ranks = ranks
         self._row_ranks = row_ranks
+        self._share = share
 
     def run(self, works: Mapping[int, TrainWork], *, gradient: bool) -> Tally:
         """Run all micro-batches of `works`. If memory runs out, the micro-batch is halved and tried again; a single
@@ -52,7 +56,7 @@ class Passes:
         tally = Tally(works)
         done: list[tuple[Sequence[Item], Pending | None]] = []
         enough_memory = True
-        waiting = deque(self._rounds(items_of(list(works.items()))))
+        waiting = deque(self._rounds(items_of(list(works.items()), share=self._share)))
         while waiting:
             batches = waiting.popleft()
             here = self._ranks.rank // self._row_ranks.size
@@ -108,10 +112,10 @@ class Passes:
         larger = [items for items in lacked if len(items) > 1]
         if not larger:
             return waiting
-        tried = max(sum(item.length for item in items) for items in larger)
+        tried = max(map(row_length, larger))
         self._budget.ran_out(-(-tried // self._row_ranks.size))
         later = (item for each in waiting for items in each for item in items)
-        return self._rounds(in_order([*itertools.chain(*larger), *later]))
+        return self._rounds(in_order([*itertools.chain(*larger), *later], share=self._share))
 
     def _of_all_ranks(self, done: Sequence[tuple[Sequence[Item], Pending | None]]) -> list[Pending]:
         """The numbers of the micro-batches `done`, also of those that other ranks have run."""

@@ -90,7 +90,14 @@ class HFTrainer:
         self._adapters: dict[str, Adapter] = {}
         self._ranks = ranks
         self._passes = Passes(
-            self._runner, self._adapters, self._budget, self.vocab_size, loaded.device, ranks, row_ranks
+            self._runner,
+            self._adapters,
+            self._budget,
+            self.vocab_size,
+            loaded.device,
+            ranks,
+            row_ranks,
+            share=config.share_prefixes,
         )
 
     @property
