@@ -116,8 +116,10 @@ def of_family(folder: Path, family: str, ranks: Ranks = ONE_RANK, context_parall
     noise = np.random.default_rng(1).standard_normal(len(adapter.weights))
     adapter.weights.copy_(torch.from_numpy(noise * 0.05))
     make = Maker(np.random.default_rng(7))
-    for lengths in ([40, 3, 1, 26], [1]):  # also of fewer positions than ranks
-        (result,) = trainer.forward_backward([make.work("a", lengths)])
+    alone = [make.work("a", lengths) for lengths in ([40, 3, 1, 26], [1])]  # also of fewer positions than ranks
+    samples = TrainWork("a", make.group(make.input(21), (9, 9, 4)), "cross_entropy")
+    for work in (*alone, samples):
+        (result,) = trainer.forward_backward([work])
         assert not isinstance(result, ApiError), result
     return rank_program.gradient(trainer, "a")
 

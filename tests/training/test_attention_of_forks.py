@@ -1,11 +1,13 @@
 """Attention on rows where sequences share their beginning, against each sequence alone, in float64."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
+from tinker_local.backend.training.kernels import compat_torch
 from tinker_local.backend.training.model.attention import AttentionRule, attend, attend_backward
-from tinker_local.backend.training.model.segments import NO_PARENT, Segments
+from tinker_local.backend.training.model.segments import NO_PARENT, Bounds, Segments
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 CPU = torch.device("cpu")
@@ -40,6 +42,7 @@ def test_sequences_that_share_their_beginning_are_as_if_each_were_alone(
     rule: str, forest: str, images: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tinker_local.backend.training.model.attention.SCORES", 60)  # several portions
+    monkeypatch.setattr("tinker_local.backend.training.model.segments.MOST_KEYS", 20)
     lengths, parents = FORESTS[forest]
     seen = ((0, 2), (sum(lengths[:-1]), sum(lengths))) if images and lengths[0] > 1 else ()
     segments = Segments(lengths, CPU, seen, parents=parents)
@@ -71,18 +74,110 @@ def test_sequences_that_share_their_beginning_are_as_if_each_were_alone(
         torch.testing.assert_close(mine, expected, rtol=0, atol=1e-13)
 
 
-def test_places_and_keys_follow_the_path() -> None:
+class TorchFlash:
+    """Stands in for a kernel of flash attention, which a CPU has not: the same outputs from the same arguments, by
+    torch's softmax, in float64."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int]] = []
+
+    def weights(self, query: Any, key: Any, bounds: Bounds, scaling: float, causal: bool, window: Any) -> Any:
+        """Scores of all queries and keys [N, T, keys], -inf where one does not see the other."""
+        scores = torch.einsum("qnd,knd->nqk", query, key.repeat_interleave(HEADS // KV_HEADS, 1)) * scaling
+        seen = torch.zeros(scores.shape[1:], dtype=torch.bool)
+        pairs = zip(bounds.queries.tolist(), bounds.keys.tolist(), strict=True)
+        for (start, first), (stop, last) in itertools.pairwise(pairs):
+            assert stop > start
+            assert last > first
+            distance = (
+                torch.arange(stop - start)[:, None] + (last - first) - (stop - start) - torch.arange(last - first)
+            )
+            of_segment = (distance >= 0) | (not causal)
+            seen[start:stop, first:last] = of_segment & (distance < (window or len(key) + len(query)))
+        assert stop == len(query)
+        assert last == len(key)
+        return scores.masked_fill(~seen, -torch.inf)
+
+    def forward(
+        self, query: Any, key: Any, value: Any, bounds: Bounds, scaling: float, causal: bool, window: Any = None
+    ) -> Any:
+        self.calls.append((len(query), len(key)))
+        scores = self.weights(query, key, bounds, scaling, causal, window)
+        values = value.repeat_interleave(HEADS // KV_HEADS, 1)
+        return torch.einsum("nqk,knd->qnd", scores.softmax(-1), values), scores.logsumexp(-1)
+
+    def backward(
+        self,
+        grad: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        output: Any,
+        logsumexp: Any,
+        bounds: Bounds,
+        scaling: float,
+        causal: bool,
+        window: Any = None,
+    ) -> Any:
+        """As kernels do: from the logsumexp and the output, not from a softmax of its own."""
+        weights = torch.exp(self.weights(query, key, bounds, scaling, causal, window) - logsumexp[..., None])
+        wide = [each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (key, value)]
+        to_weights = torch.einsum("qnd,knd->nqk", grad, wide[1]) - (grad * output).sum(-1).T[..., None]
+        to_scores = weights * to_weights * scaling
+        to_key, to_value = torch.einsum("nqk,qnd->knd", to_scores, query), torch.einsum("nqk,qnd->knd", weights, grad)
+        folded = (each.unflatten(1, (KV_HEADS, -1)).sum(2) for each in (to_key, to_value))
+        return torch.einsum("nqk,knd->qnd", to_scores, wide[0]), *folded
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if name != "softcap"])
+@pytest.mark.parametrize("forest", FORESTS)
+@pytest.mark.parametrize("most", [1, 2**15])
+def test_parts_of_flash_attention_make_up_the_whole_on_a_fake_kernel(
+    rule: str, forest: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths, parents = FORESTS[forest]
+    monkeypatch.setattr("tinker_local.backend.training.model.segments.MOST_KEYS", most)
+    segments = Segments(lengths, CPU, parents=parents)
+    torch.manual_seed(0)
+    query, key, value, grad = (
+        torch.randn(sum(lengths), heads, SIZE, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    )
+    wanted, _ = attend(query, key, value, segments, RULES[rule])
+    wanted_grads = attend_backward(grad, query, key, value, wanted, None, segments, RULES[rule])
+
+    flash = TorchFlash()
+    monkeypatch.setattr(compat_torch, "flash_attention_works", lambda query: True)
+    monkeypatch.setattr(compat_torch, "flash_attention", flash.forward)
+    monkeypatch.setattr(compat_torch, "flash_attention_backward", flash.backward)
+    output, logsumexp = attend(query, key, value, segments, RULES[rule])
+    found = attend_backward(grad, query, key, value, output, logsumexp, segments, RULES[rule])
+
+    torch.testing.assert_close(output, wanted, rtol=0, atol=1e-13)
+    for mine, expected in zip(found, wanted_grads, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+
+
+def test_a_group_is_two_calls_whatever_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a fake kernel: the keys of the prompt are read once, by all samples together."""
+    flash = TorchFlash()
+    monkeypatch.setattr(compat_torch, "flash_attention_works", lambda query: True)
+    monkeypatch.setattr(compat_torch, "flash_attention", flash.forward)
+    segments = Segments((7, 3, 3, 5, 4, 2), CPU, parents=(NO_PARENT, 0, 0, 0, NO_PARENT, 4))
+    row = [torch.randn(24, heads, SIZE, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    attend(row[0], row[1], row[2], segments, RULES["plain"])
+    assert flash.calls == [(24, 24), (11 + 2, 7 + 4)]
+
+
+def test_places_follow_the_path() -> None:
     segments = Segments((5, 2, 4, 1), CPU, parents=(NO_PARENT, 0, 1, 0))
     assert segments.before == (0, 5, 7, 5)
     assert segments.places.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 5]
-    wanted = [[0, 1, 2, 3, 4], list(range(7)), list(range(11)), [0, 1, 2, 3, 4, 11]]
-    assert segments.key_rows.tolist() == list(itertools.chain(*wanted))
-    assert segments.bounds.keys.tolist() == [0, 5, 12, 23, 29]
-    assert (segments.longest, segments.bounds.longest_query) == (11, 5)
+    assert segments.longest == 11
+    assert [run.key_rows is None for run in segments.runs] == [True, False, False, False]
 
 
 def test_without_parents_keys_are_the_row_itself() -> None:
     segments = Segments((5, 2), CPU)
     row = torch.randn(7, 2, 4)
-    assert segments.to_keys(row) is row
-    assert segments.bounds.keys is segments.bounds.queries
+    assert all(run.keys_of(row)._base is row for run in segments.runs)
+    assert segments.levels == ()

@@ -25,18 +25,9 @@ def group(make: Any, loss_fn: str = "cross_entropy", images: Any = (), **options
     """Samples of one prompt, two of which fork once more; the prompt and a sample again; and data that share
     nothing. Every position has a target."""
     prompt = make.input(PROMPT, images)
-    middle = make.input(9)
-    beginnings = [[prompt]] * 4 + [[prompt, middle]] * 2
-    lengths = [3, 5, 5, 1, 4, 7]
-    data = []
-    for parts, length in zip(beginnings, lengths, strict=True):
-        size = length + sum(part.length for part in parts)
-        datum = make.datum(size, loss_fn=loss_fn, **options)
-        start = 0
-        for part in parts:
-            datum.input.token_ids[start : start + part.length] = part.token_ids
-            start += part.length
-        data.append(replace(datum, input=replace(datum.input, images=prompt.images)))
+    data = make.group(prompt, (3, 5, 5, 1), loss_fn=loss_fn, **options)
+    further = make.group(prompt, (9,), loss_fn=loss_fn, **options)[0].input
+    data += make.group(further, (4, 7), loss_fn=loss_fn, **options)
     again = make.datum(data[1].input.length, loss_fn=loss_fn, **options)
     only = make.datum(PROMPT, loss_fn=loss_fn, **options)
     apart = make.datum(11, loss_fn=loss_fn, **options)

@@ -21,7 +21,6 @@ def flash_attention(
     value: torch.Tensor,
     bounds: Bounds,
     scaling: float,
-    *,
     causal: bool,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,12 +45,13 @@ def flash_attention_backward(
     logsumexp: torch.Tensor,
     bounds: Bounds,
     scaling: float,
+    causal: bool,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key and value of a causal `flash_attention`."""
+    """The gradients of query, key and value of `flash_attention`."""
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
-        grad, query, key, value, output, logsumexp, *_arguments(bounds), 0.0, True,
+        grad, query, key, value, output, logsumexp, *_arguments(bounds), 0.0, causal,
         no_dropout, torch.empty(0, device=query.device), scale=scaling, **_window(window),
     )  # fmt: skip
     return grad_query, grad_key, grad_value

@@ -1,8 +1,8 @@
 """Causal attention inside the segments of one packed row, forward and backward.
 
 Sliding windows, soft caps and sinks are part of the rule; positions of an image may see all of it. Where sequences
-begin alike (`segments.py`), the keys and values of what they share are copied for each that goes on from there, and the
-gradients of the copies are added up: so each rule holds as it does for a sequence alone, in one softmax.
+begin alike (`segments.py`), scores are with the keys of all of a segment's path, in one softmax; flash attention, which
+cannot have them all at once, computes it in parts (`forked_attention.py`).
 
 Legend: T positions, N query heads, M key-value heads (N is a multiple of M), D head size, B segments of one length with
 paths of one length.
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from tinker_local.backend.training.kernels import compat_torch
+from tinker_local.backend.training.model.forked_attention import attend_flash, attend_flash_backward
 from tinker_local.backend.training.model.segments import Run, Segments, wide_dtype
 from tinker_local.backend.training.parallel.shared_rows import SharedRow
 
@@ -50,24 +51,15 @@ def attend(
         query, key, value = shared.to_heads(query, key, value)
         output, logsumexp = attend(query, key, value, segments.gathered, rule.of_heads(shared))
         return shared.to_rows(output)[0], logsumexp
-    return _attend(query, segments.to_keys(key), segments.to_keys(value), segments, rule)
-
-
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, rule: AttentionRule
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As `attend`, with `key` and `value` of all keys."""
     if rule.softcap is None and not segments.images and compat_torch.flash_attention_works(query):
-        output, logsumexp = compat_torch.flash_attention(
-            query, key, value, segments.bounds, rule.scaling, causal=True, window=rule.window
-        )
+        output, logsumexp = attend_flash(query, key, value, segments, rule.scaling, rule.window)
         return (output, logsumexp) if rule.sinks is None else _with_sinks(output, logsumexp, rule.sinks)
     if _is_plain(rule, segments):
-        outputs = [_run_attention(query, key, value, run, keys, rule.scaling) for run, keys in segments.runs]
+        outputs = [_run_attention(query, key, value, run, rule.scaling) for run in segments.runs]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)), None
     output = torch.empty_like(query)
-    for run, keys in segments.runs:
-        for part in _portions(query, key, value, segments, run, keys, rule):
+    for run in segments.runs:
+        for part in _portions(query, run.keys_of(key), run.keys_of(value), segments, run, rule):
             part.rows_of(output).copy_(part.weights(rule) @ part.value)
     return output, None
 
@@ -91,41 +83,25 @@ def attend_backward(
         del grad, query, key, value, output
         grad_query, grad_key, grad_value = shared.to_rows(*found)
         return grad_query, grad_key, grad_value
-    found = _attend_backward(
-        grad, query, segments.to_keys(key), segments.to_keys(value), output, logsumexp, segments, rule
-    )
-    return found[0], segments.sum_of_keys(found[1], key.dtype), segments.sum_of_keys(found[2], value.dtype)
-
-
-def _attend_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    logsumexp: torch.Tensor | None,
-    segments: Segments,
-    rule: AttentionRule,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `attend_backward`, with `key`, `value` and their gradients of all keys."""
     if logsumexp is not None:
         # Output and logsumexp include the sinks, so the kernel recomputes the right weights and gradients from them.
-        return compat_torch.flash_attention_backward(
-            grad, query, key, value, output, logsumexp, segments.bounds, rule.scaling, rule.window
-        )
+        return attend_flash_backward(grad, query, key, value, output, logsumexp, segments, rule.scaling, rule.window)
     if _is_plain(rule, segments):
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-            again, _ = _attend(leaves[0], leaves[1], leaves[2], segments, rule)
+            again, _ = attend(leaves[0], leaves[1], leaves[2], segments, rule)
             grad_query, grad_key, grad_value = torch.autograd.grad(again, leaves, grad)
         return grad_query, grad_key, grad_value
     grad_query = torch.empty_like(query)
     grad_key = torch.zeros(key.shape, dtype=wide_dtype(key), device=key.device)
     grad_value = torch.zeros(value.shape, dtype=wide_dtype(value), device=value.device)
-    for run, keys in segments.runs:
-        for part in _portions(query, key, value, segments, run, keys, rule):
-            part.backward(rule, part.rows_of(grad), grad_query, grad_key, grad_value)
-    return grad_query, grad_key, grad_value
+    for run in segments.runs:
+        of_keys, of_values = run.zeros_for_keys(grad_key), run.zeros_for_keys(grad_value)
+        for part in _portions(query, run.keys_of(key), run.keys_of(value), segments, run, rule):
+            part.backward(rule, part.rows_of(grad), grad_query, of_keys, of_values)
+        run.add_keys(grad_key, of_keys)
+        run.add_keys(grad_value, of_values)
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
 def _is_plain(rule: AttentionRule, segments: Segments) -> bool:
@@ -144,15 +120,13 @@ def _with_sinks(
 
 
 def _run_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run, keys: Run, scaling: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run, scaling: float
 ) -> torch.Tensor:
-    """Attention of one run's segments, whose keys are the run `keys`, as a batch, [count * length, N, D]."""
-    batched = [
-        tensor[of.start : of.stop].unflatten(0, (of.count, of.length)).transpose(1, 2)
-        for tensor, of in ((query, run), (key, keys), (value, keys))
-    ]
-    before = keys.length - run.length
-    seen = torch.ones(run.length, keys.length, dtype=torch.bool, device=query.device).tril(before) if before else None
+    """Attention of one run's segments as a batch, [count * length, N, D]."""
+    batched = [each.transpose(1, 2) for each in (run.queries_of(query), run.keys_of(key), run.keys_of(value))]
+    seen = None
+    if run.before:  # torch lets the first query see the first key alone, where shapes differ
+        seen = torch.ones(run.length, run.key_length, dtype=torch.bool, device=query.device).tril(run.before)
     output = torch.nn.functional.scaled_dot_product_attention(
         *batched, seen, is_causal=seen is None, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
@@ -165,12 +139,11 @@ SCORES = 2**26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Portion:
-    """The queries [start, stop) of each segment of `run`, and those of its `keys` that they may attend to, [first,
-    last). `query` [B, M, N / M, l, D], `key` and `value` [B, M, 1, k, D]. `horizon` [B, 1, 1, l, 1]: `Segments.horizon`
-    of the queries; None without images."""
+    """The queries [start, stop) of each segment of `run`, and the keys [first, last) that they may attend to. `query`
+    [B, M, N / M, l, D], `key` and `value` [B, M, 1, k, D]. `horizon` [B, 1, 1, l, 1]: `Segments.horizon` of the
+    queries; None without images."""
 
     run: Run
-    keys: Run
     start: int
     stop: int
     first: int
@@ -182,7 +155,7 @@ class _Portion:
 
     def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The queries' rows of `tensor` [T, N, D], as a view shaped like `query`."""
-        return _grouped(tensor, self.run, self.start, self.stop, self.key.shape[1])
+        return _grouped(self.run.queries_of(tensor), self.start, self.stop, self.key.shape[1])
 
     def weights(self, rule: AttentionRule) -> torch.Tensor:
         """Attention weights [B, M, N / M, l, k] in the dtype of the values."""
@@ -196,11 +169,12 @@ class _Portion:
         grad_key: torch.Tensor,
         grad_value: torch.Tensor,
     ) -> None:
-        """Write the gradient of these queries to `grad_query`; add those of the keys and values to the others."""
+        """Write the gradient of these queries to `grad_query` [T, N, D]; add those of the keys and values to the
+        others, [B, keys, M, D]."""
         scores = self._scores(rule)
         weights = self._softmax(scores, rule)
-        to_key = _grouped(grad_key, self.keys, self.first, self.last, self.key.shape[1])
-        to_value = _grouped(grad_value, self.keys, self.first, self.last, self.key.shape[1])
+        to_key = _grouped(grad_key, self.first, self.last, self.key.shape[1])
+        to_value = _grouped(grad_value, self.first, self.last, self.key.shape[1])
         wide = weights.dtype
         to_value += (weights.transpose(-1, -2) @ grad.to(wide)).sum(2, keepdim=True)
         grad_weights = (grad @ self.value.transpose(-1, -2)).to(wide)
@@ -219,7 +193,7 @@ class _Portion:
         scores = (self.query @ self.key.transpose(-1, -2)).to(wide_dtype(self.query)) * rule.scaling
         if rule.softcap is not None:
             scores = rule.softcap * torch.tanh(scores / rule.softcap)
-        before = self.keys.length - self.run.length
+        before = self.run.before
         queries = torch.arange(before + self.start, before + self.stop, device=scores.device)[:, None]
         keys = torch.arange(self.first, self.last, device=scores.device)[None]
         hidden = keys > queries if self.horizon is None else keys >= self.horizon
@@ -237,41 +211,32 @@ class _Portion:
 
 
 def _portions(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: Segments,
-    run: Run,
-    keys: Run,
-    rule: AttentionRule,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, run: Run, rule: AttentionRule
 ) -> Iterator[_Portion]:
-    """Split the queries of `run` so that the scores of each portion stay below `SCORES`."""
-    groups = key.shape[1]
-    before = keys.length - run.length
-    size = max(1, SCORES // (run.count * query.shape[1] * keys.length))
+    """Split the queries of `run`, of `query` [T, N, D], so that the scores of each portion stay below `SCORES`. `key`,
+    `value` [B, keys, M, D]: those of the run."""
+    groups = key.shape[2]
+    size = max(1, SCORES // (run.count * query.shape[1] * run.key_length))
     for start in range(0, run.length, size):
         stop = min(run.length, start + size)
-        first = 0 if rule.window is None else max(0, before + start - rule.window + 1)
-        last, horizon = before + stop, None
+        first = 0 if rule.window is None else max(0, run.before + start - rule.window + 1)
+        last, horizon = run.before + stop, None
         if segments.images:
-            last = keys.length  # an image may begin in this portion and end in another
-            of_run = segments.horizon[run.start : run.stop].unflatten(0, (run.count, run.length))
-            horizon = of_run[:, None, None, start:stop, None]
+            last = run.key_length  # an image may begin in this portion and end in another
+            horizon = run.queries_of(segments.horizon)[:, None, None, start:stop, None]
         yield _Portion(
             run,
-            keys,
             start,
             stop,
             first,
             last,
             horizon,
-            _grouped(query, run, start, stop, groups),
-            _grouped(key, keys, first, last, groups),
-            _grouped(value, keys, first, last, groups),
+            _grouped(run.queries_of(query), start, stop, groups),
+            _grouped(key, first, last, groups),
+            _grouped(value, first, last, groups),
         )
 
 
-def _grouped(tensor: torch.Tensor, run: Run, start: int, stop: int, groups: int) -> torch.Tensor:
-    """Positions [start, stop) of each segment of `run`, a view [B, groups, heads / groups, stop - start, D]."""
-    of_run = tensor[run.start : run.stop].unflatten(0, (run.count, run.length))[:, start:stop]
-    return of_run.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
+def _grouped(of_run: torch.Tensor, start: int, stop: int, groups: int) -> torch.Tensor:
+    """Positions [start, stop) of `of_run` [B, L, heads, D], a view [B, groups, heads / groups, stop - start, D]."""
+    return of_run[:, start:stop].unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)

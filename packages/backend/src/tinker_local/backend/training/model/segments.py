@@ -4,13 +4,13 @@ A segment is the contiguous positions of one sequence, or of all sequences that 
 row once, and what follows in each is a segment with a *parent*. So the segments are a forest, and a sequence is a path
 from a root. Without parents each segment is a sequence. Bounds are explicit, never inferred from position ids.
 
-Legend: T positions of the row, S segments. *Keys*: for each segment in turn, the positions of its path, which its own
-positions may attend to. Without parents the keys are the row.
+All that goes on from a segment follows it in the row. Legend: T positions of the row, S segments. *Keys* of a segment:
+the positions of its path, which its own positions may attend to.
 """
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -19,20 +19,57 @@ import torch
 from tinker_local.backend.training.parallel.shared_rows import SharedRow
 from tinker_local.backend.training.run.transfer import to_device
 
+Int64Array = npt.NDArray[np.int64]
+
 NO_PARENT = -1
 
 
-@dataclass(frozen=True, slots=True)
+MOST_KEYS = 2**15
+"""Maximum number of keys that are copied at once, but for one segment with more."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """`count` adjacent segments of the same `length`, from position `start` on."""
+    """`count` adjacent segments of the same `length`, from position `start` on, and the `key_length` positions of the
+    path of each. `key_rows` int64 [count * key_length]: where these are in the row; None if they are the segments
+    themselves."""
 
     start: int
     count: int
     length: int
+    key_length: int
+    key_rows: torch.Tensor | None
+
+    @property
+    def before(self) -> int:
+        """Positions of the path before each segment."""
+        return self.key_length - self.length
 
     @property
     def stop(self) -> int:
         return self.start + self.count * self.length
+
+    def queries_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of `tensor` [T, ...] the positions of each segment, a view [count, length, ...]."""
+        return tensor[self.start : self.stop].unflatten(0, (self.count, self.length))
+
+    def keys_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of `tensor` [T, ...] the positions of each path, [count, key_length, ...]; a view of segments without
+        parents."""
+        if self.key_rows is None:
+            return self.queries_of(tensor)
+        return tensor.index_select(0, self.key_rows).unflatten(0, (self.count, self.key_length))
+
+    def zeros_for_keys(self, total: torch.Tensor) -> torch.Tensor:
+        """Where to add the gradients of `keys_of`, so that `add_keys` adds them to `total` [T, ...]."""
+        if self.key_rows is None:
+            return self.queries_of(total)
+        return total.new_zeros(self.count, self.key_length, *total.shape[1:])
+
+    def add_keys(self, total: torch.Tensor, part: torch.Tensor) -> None:
+        """Add what was added to `zeros_for_keys`."""
+        if self.key_rows is not None:
+            total.index_add_(0, self.key_rows, part.flatten(0, 1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +81,23 @@ class Bounds:
     keys: torch.Tensor
     longest_query: int
     longest_keys: int
+
+    @classmethod
+    def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> "Bounds":
+        """Of segments of these lengths."""
+        starts, key_starts = (
+            to_device(np.array([0, *itertools.accumulate(each)], np.int32), device) for each in (queries, keys)
+        )
+        return cls(starts, key_starts, max(queries), max(keys))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """Some positions of the row and the keys that they see: `rows` int64, `key_rows` int64, and their `bounds`."""
+
+    rows: torch.Tensor
+    key_rows: torch.Tensor
+    bounds: Bounds
 
 
 @dataclass(frozen=True)
@@ -60,6 +114,7 @@ class Segments:
     images: tuple[tuple[int, int], ...] = ()
     shared: SharedRow | None = None
     parents: tuple[int, ...] = ()
+    _within: dict[int, tuple[Call, ...]] = field(default_factory=dict, compare=False)
 
     @cached_property
     def gathered(self) -> "Segments":
@@ -97,50 +152,69 @@ class Segments:
         return tuple(reversed(found))
 
     @cached_property
-    def host_key_rows(self) -> npt.NDArray[np.int64]:
-        """[keys]: the position in the row of each key."""
-        own = [np.arange(start, start + length) for start, length in zip(self.starts, self.lengths, strict=True)]
-        return np.concatenate([own[each] for segment in range(len(self.lengths)) for each in self.path(segment)])
-
-    @cached_property
-    def key_rows(self) -> torch.Tensor:
-        """int64 [keys], on the device: see `host_key_rows`."""
-        return to_device(self.host_key_rows, self.device)
-
-    def to_keys(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of `tensor` [T, ...], the rows of all keys, [keys, ...]."""
-        return tensor.index_select(0, self.key_rows) if self.forks else tensor
-
-    def sum_of_keys(self, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The inverse of `to_keys` for gradients [keys, ...]: the sum at each position, [T, ...] in `dtype`. Adds in
-        float32, or wider."""
-        if not self.forks:
-            return grad.to(dtype)
-        wide = wide_dtype(grad)
-        total = torch.zeros(sum(self.lengths), *grad.shape[1:], dtype=wide, device=grad.device)
-        return total.index_add_(0, self.key_rows, grad.to(wide)).to(dtype)
-
-    @cached_property
-    def runs(self) -> tuple[tuple[Run, Run], ...]:
+    def runs(self) -> tuple[Run, ...]:
         """Adjacent segments of equal length with paths of equal length, grouped so that each group makes one batched
-        call: their positions in the row, and in the keys."""
-        runs, start, key_start = [], 0, 0
-        for (length, keys), group in itertools.groupby(zip(self.lengths, self.key_lengths, strict=True)):
+        call."""
+        runs: list[Run] = []
+        start = at = 0
+        sizes = zip(self.lengths, self.key_lengths, strict=True)
+        for (length, keys), group in itertools.groupby(sizes):
             count = len(list(group))
-            run, of_keys = Run(start, count, length), Run(key_start, count, keys)
-            runs.append((run, of_keys))
-            start, key_start = run.stop, of_keys.stop
+            most = count if keys == length else max(1, MOST_KEYS // keys)
+            for first in range(at, at + count, most):
+                some = range(first, min(first + most, at + count))
+                rows = None if keys == length else np.concatenate([self._path_rows(segment) for segment in some])
+                on_device = None if rows is None else to_device(rows, self.device)
+                runs.append(Run(start, len(some), length, keys, on_device))
+                start = runs[-1].stop
+            at += count
         return tuple(runs)
+
+    def _path_rows(self, segment: int, last: int | None = None) -> Int64Array:
+        """The positions in the row of the path of `segment`; of those before it the `last` alone."""
+        own = [np.arange(self.starts[each], self.starts[each] + self.lengths[each]) for each in self.path(segment)]
+        before = np.concatenate([np.empty(0, np.int64), *own[:-1]])
+        return np.concatenate([before if last is None else before[max(0, len(before) - last) :], own[-1]])
 
     @cached_property
     def bounds(self) -> Bounds:
-        """For kernels of attention."""
-        queries = self._bounds(self.lengths)
-        keys = self._bounds(self.key_lengths) if self.forks else queries
-        return Bounds(queries, keys, max(self.lengths), self.longest)
+        """Of each segment by itself, for kernels of attention."""
+        return Bounds.of(self.lengths, self.lengths, self.device)
 
-    def _bounds(self, lengths: tuple[int, ...]) -> torch.Tensor:
-        return to_device(np.array([0, *itertools.accumulate(lengths)], np.int32), self.device)
+    @cached_property
+    def levels(self) -> tuple[Call, ...]:
+        """What segments with parents see of their paths: at each depth, all that goes on from a segment sees all of
+        it."""
+        depths = [len(self.path(segment)) - 1 for segment in range(len(self.lengths))]
+        ends = [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
+        last = list(ends)  # where all that goes on from a segment ends, which follows it
+        for segment in reversed(range(len(self.lengths))):
+            if self.parents and (parent := self.parents[segment]) != NO_PARENT:
+                last[parent] = max(last[parent], last[segment])
+        calls = []
+        for depth in range(max(depths)):
+            some = [at for at, own in enumerate(depths) if own == depth and last[at] > ends[at]]
+            rows = np.concatenate([np.arange(ends[at], last[at]) for at in some])
+            keys = np.concatenate([np.arange(self.starts[at], ends[at]) for at in some])
+            bounds = Bounds.of([last[at] - ends[at] for at in some], [self.lengths[at] for at in some], self.device)
+            calls.append(Call(to_device(rows, self.device), to_device(keys, self.device), bounds))
+        return tuple(calls)
+
+    def within(self, window: int) -> tuple[Call, ...]:
+        """Each segment with as much of its path as a `window` reaches, in calls of about `MOST_KEYS` keys."""
+        if window not in self._within:
+            self._within[window] = tuple(self._calls_within(window))
+        return self._within[window]
+
+    def _calls_within(self, window: int) -> Iterator[Call]:
+        sizes = [min(before, window - 1) + own for before, own in zip(self.before, self.lengths, strict=True)]
+        ends = np.cumsum(sizes)
+        for _, group in itertools.groupby(range(len(sizes)), lambda segment: (ends[segment] - 1) // MOST_KEYS):
+            some = list(group)
+            rows = np.concatenate([self._path_rows(segment, 0) for segment in some])
+            keys = np.concatenate([self._path_rows(segment, window - 1) for segment in some])
+            bounds = Bounds.of([self.lengths[at] for at in some], [sizes[at] for at in some], self.device)
+            yield Call(to_device(rows, self.device), to_device(keys, self.device), bounds)
 
     @cached_property
     def places(self) -> torch.Tensor:

@@ -66,6 +66,12 @@ def exchange_bytes(q_width: int, kv_width: int, itemsize: int) -> int:
     return 3 * (q_width + kv_width) * itemsize
 
 
+def fork_bytes(q_width: int, kv_width: int, itemsize: int) -> int:
+    """Of each position of a row in which sequences share their beginning, what the backward of attention takes in
+    addition: copies of queries, keys, values, output and its gradient, and the gradients of one part of the keys."""
+    return 4 * (q_width + kv_width) * itemsize
+
+
 def mlp_memory(tokens: int, columns: int, itemsize: int, *, intermediate: int) -> BlockMemory:
     """gate and up take half of a layer's time to recompute and more than half of its memory. The backward adds
     silu(G m) * (U m) and its gradient; the gradient of gate and up overwrites these."""

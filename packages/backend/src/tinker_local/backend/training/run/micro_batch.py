@@ -22,7 +22,13 @@ from tinker_local.backend.training.model.lm_head import LmHead, Targets
 from tinker_local.backend.training.model.load_model import LoadedModel
 from tinker_local.backend.training.model.vision_tower import TowerPass
 from tinker_local.backend.training.parallel.shared_rows import ONE_HAS_ALL, RowRanks
-from tinker_local.backend.training.run.block_memory import CPU_LOGITS, CUDA_LOGITS, attention_widths, exchange_bytes
+from tinker_local.backend.training.run.block_memory import (
+    CPU_LOGITS,
+    CUDA_LOGITS,
+    attention_widths,
+    exchange_bytes,
+    fork_bytes,
+)
 from tinker_local.backend.training.run.image_features import ImageFeatureCache
 from tinker_local.backend.training.run.nudging import nudge_in_place
 from tinker_local.backend.training.run.packing import Item, Packed, Part, pack, part_of, spans
@@ -81,10 +87,6 @@ class MicroBatchRunner:
         self._groups = groups_of(text_targets)
         self._usual_tokens = config.micro_batch_tokens
         self._row_ranks = row_ranks
-        self._exchange_bytes = 0
-        if row_ranks.size > 1:
-            widths = attention_widths(loaded.model.config.get_text_config().to_dict())
-            self._exchange_bytes = exchange_bytes(*widths, loaded.dtype.itemsize)
         self._loaded = loaded
         self.float_dtype = torch.float64 if loaded.dtype == torch.float64 else torch.float32
         self._images = ImageFeatureCache(self._encode_images, config.image_cache_bytes)
@@ -225,8 +227,19 @@ class MicroBatchRunner:
             usual = self._decoder.memory(self._usual_tokens, batch.columns).everything
             budget = self._row_ranks.least(max(0, min(free, usual if budget is None else budget)))
         if budget is not None:
-            budget -= positions * self._exchange_bytes
+            budget -= positions * self._copied_bytes(part)
         return self._decoder.memory(positions, batch.columns).policy(budget)
+
+    def _copied_bytes(self, part: Part) -> int:
+        """Of each position, what attention takes besides what `Decoder.memory` counts."""
+        counts = [
+            *([exchange_bytes] if part.shared.or_none else []),
+            *([fork_bytes] if part.packed.places.parents else []),
+        ]
+        if not counts:
+            return 0
+        widths = attention_widths(self._loaded.model.config.get_text_config().to_dict())
+        return sum(count(*widths, self._loaded.dtype.itemsize) for count in counts)
 
 
 def towers_of(adapters: Mapping[str, Adapter]) -> set[str | None]:
