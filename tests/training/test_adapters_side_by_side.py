@@ -167,7 +167,7 @@ def test_items_that_are_split_again_keep_those_of_a_request_together(make: Any) 
     runner: Any = SimpleNamespace(columns_of=lambda adapter: 4)
     ranks: Any = SimpleNamespace(size=2)
     adapters: Any = {"run": None}
-    passes = Passes(runner, adapters, TokenBudget(20), 100, torch.device("cpu"), ranks, ONE_HAS_ALL)
+    passes = Passes(runner, adapters, TokenBudget(20), 100, torch.device("cpu"), ranks, ONE_HAS_ALL, share=False)
     largest, waiting = (items[:2], items[4:6]), [[items[6:], items[2:4]]]  # 20 and 7 positions, then 10 and 3
     again = [items for each in passes._smaller(largest, waiting, Tally(works)) for items in each]
     assert sorted([(item.work, item.length) for item in items] for items in again) == [
