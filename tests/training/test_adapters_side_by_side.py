@@ -155,7 +155,12 @@ def test_micro_batches_end_where_an_adapter_does_if_no_more_are_needed(make: Any
     assert parts(50) == [[("a", 10), ("a", 20), ("b", 5), ("b", 15)], [("b", 15), ("c", 10), ("c", 20)]]
 
 
-@pytest.mark.mutation("items-split-again-out-of-order", "Passes._smaller", "self._rounds(in_order([", "self._rounds(([")
+@pytest.mark.mutation(
+    "items-split-again-out-of-order",
+    "Passes._smaller",
+    "in_order([*itertools.chain(*larger), *later], share=self._share)",
+    "[*itertools.chain(*larger), *later]",
+)
 def test_items_that_are_split_again_keep_those_of_a_request_together(make: Any) -> None:
     """Several ranks run the largest micro-batches first, so what is left when memory runs out is in another order."""
     lengths = ((10, 10), (1, 2, 3), (4,), (10,))

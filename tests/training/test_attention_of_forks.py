@@ -119,7 +119,7 @@ class TorchFlash:
         causal: bool,
         window: Any = None,
     ) -> Any:
-        """As kernels do: from the logsumexp and the output, not from a softmax of its own."""
+        """As kernels do: from the logsumexp and the output, not from another softmax."""
         weights = torch.exp(self.weights(query, key, bounds, scaling, causal, window) - logsumexp[..., None])
         wide = [each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (key, value)]
         to_weights = torch.einsum("qnd,knd->nqk", grad, wide[1]) - (grad * output).sum(-1).T[..., None]
