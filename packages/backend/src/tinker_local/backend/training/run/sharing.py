@@ -33,7 +33,7 @@ def shared_prefixes(inputs: Sequence[RenderedInput]) -> list[tuple[int, int]]:
     for placed in itertools.chain.from_iterable(each.images for each in inputs):
         images.setdefault(_key(placed.image), -1 - len(images))
     contents = [_contents(each, images) for each in inputs]
-    order = sorted(range(len(inputs)), key=lambda at: contents[at].astype(">i8").tobytes())
+    order = sorted(range(len(inputs)), key=lambda at: contents[at].tobytes())
     groups: list[list[tuple[int, int]]] = []
     for before, at in zip([None, *order], order, strict=False):
         shared = 0 if before is None else _worth_sharing(contents[before], contents[at])
@@ -50,16 +50,16 @@ def _key(image: RenderedImage) -> ImageKey:
     return image.content_hash, image.grid_thw, image.num_tokens
 
 
-def _contents(input: RenderedInput, images: dict[ImageKey, int]) -> Int64Array:
+def _contents(input: RenderedInput, images: dict[ImageKey, int]) -> npt.NDArray[np.int32]:
     """What each position is: the token's id, or the negative number of an image, equal for equal ones. Where two such
     arrays part, both are outside of an image or at the start of one."""
-    found = input.token_ids.astype(np.int64)
+    found = input.token_ids.copy()
     for placed in input.images:
         found[placed.offset : placed.offset + placed.image.num_tokens] = images[_key(placed.image)]
     return found
 
 
-def _worth_sharing(one: Int64Array, other: Int64Array) -> int:
+def _worth_sharing(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
     """How many positions both begin with, if that is enough to share them."""
     length = min(len(one), len(other))
     different = one[:length] != other[:length]
