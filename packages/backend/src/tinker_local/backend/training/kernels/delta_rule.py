@@ -157,8 +157,8 @@ def transient_bytes(tokens: int, rule: DeltaRule) -> int:
 
 
 def _convolved(x: torch.Tensor, taps: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """silu(sum over w of taps[:, W - 1 - w] x[t - w]), without what lies before the segment. [T, C]. For
-    segments without parents."""
+    """silu(sum over w of taps[:, W - 1 - w] x[t - w]), without what lies before the segment, which has no parent.
+    [T, C]."""
     places = segments.places
     width = taps.shape[1]
     y = x * taps[:, width - 1]
