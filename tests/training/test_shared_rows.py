@@ -159,6 +159,13 @@ def test_other_families_share_rows(folder: Path, four: Any, family: str) -> None
         assert deviation({"a": seen[family]}, {"a": alone}) <= (1e-5 if family in IN_FLOAT32 else 1e-12)
 
 
+def test_ranks_share_rows_whose_sequences_share_their_beginning(folder: Path, four: Any) -> None:
+    alone = shared_rows_program.of_forks(folder)
+    assert all(array.any() for array in alone.values())
+    for seen in four:
+        assert deviation(seen["forks"], alone) <= 1e-12
+
+
 def test_a_number_of_ranks_that_rows_cannot_divide_is_refused(four: Any) -> None:
     for seen in four:
         assert seen["three of four"] == "ValueError: context_parallel 3: it must divide the number of ranks, 4"
