@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 import torch
-from tinker_local.backend.training.model.attention import AttentionRule, attend, attend_backward
+from tinker_local.backend.training.model.attention import attend, attend_backward
+from tinker_local.backend.training.model.attention_rule import AttentionRule
 from tinker_local.backend.training.model.segments import NO_PARENT, Segments
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8

@@ -12,7 +12,8 @@ import pytest
 import torch
 from tinker_local.backend.training.lora.lora import gradient_norm
 from tinker_local.backend.training.losses import LOSSES
-from tinker_local.backend.training.model.attention import AttentionRule, attend, attend_backward
+from tinker_local.backend.training.model.attention import attend, attend_backward
+from tinker_local.backend.training.model.attention_rule import AttentionRule
 from tinker_local.backend.training.model.decoders.written_out.experts_block import ExpertsPass
 from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.optimizers.adamw import ADAMW

@@ -10,32 +10,12 @@ paths of one length.
 Of a row that several ranks share, queries, keys, values, outputs and gradients are those of this rank's positions."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from tinker_local.backend.training.kernels import compat_torch
+from tinker_local.backend.training.kernels.flash_attention import FlashKernel, kernel_for
+from tinker_local.backend.training.model.attention_rule import AttentionRule
 from tinker_local.backend.training.model.segments import Run, Segments, wide_dtype
-from tinker_local.backend.training.parallel.shared_rows import SharedRow
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionRule:
-    """How scores become weights: softmax(scaling q k), with extensions in some families.
-
-    `window`: a position attends to itself and the `window` - 1 positions before it (None: all before it). `softcap` c:
-    scores become c tanh(score / c) (arXiv 2408.00118). `sinks` [N]: one frozen logit per head that takes a share of the
-    softmax but has no value (arXiv 2309.17453).
-    """
-
-    scaling: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-
-    def of_heads(self, shared: SharedRow) -> "AttentionRule":
-        """The rule for this rank's heads."""
-        ranks = shared.ranks
-        return self if self.sinks is None else replace(self, sinks=self.sinks.chunk(ranks.size)[ranks.rank])
 
 
 def attend(
@@ -57,11 +37,8 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, rule: AttentionRule
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As `attend`, with `key` and `value` of all keys."""
-    if rule.softcap is None and not segments.images and compat_torch.flash_attention_works(query):
-        output, logsumexp = compat_torch.flash_attention(
-            query, key, value, segments.bounds, rule.scaling, causal=True, window=rule.window
-        )
-        return (output, logsumexp) if rule.sinks is None else _with_sinks(output, logsumexp, rule.sinks)
+    if (kernel := _kernel(query, segments, rule)) is not None:
+        return kernel.forward(query, key, value, segments.bounds, rule)
     if _is_plain(rule, segments):
         outputs = [_run_attention(query, key, value, run, keys, rule.scaling) for run, keys in segments.runs]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)), None
@@ -109,10 +86,9 @@ def _attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `attend_backward`, with `key`, `value` and their gradients of all keys."""
     if logsumexp is not None:
-        # Output and logsumexp include the sinks, so the kernel recomputes the right weights and gradients from them.
-        return compat_torch.flash_attention_backward(
-            grad, query, key, value, output, logsumexp, segments.bounds, rule.scaling, rule.window
-        )
+        kernel = _kernel(query, segments, rule)
+        assert kernel is not None, "one made the logsumexp"
+        return kernel.backward(grad, query, key, value, output, logsumexp, segments.bounds, rule)
     if _is_plain(rule, segments):
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
@@ -128,19 +104,15 @@ def _attend_backward(
     return grad_query, grad_key, grad_value
 
 
+def _kernel(query: torch.Tensor, segments: Segments, rule: AttentionRule) -> FlashKernel | None:
+    """The fused kernel that computes these segments, if one does: none lets images see all of themselves."""
+    return None if segments.images else kernel_for(query, segments.bounds, rule)
+
+
 def _is_plain(rule: AttentionRule, segments: Segments) -> bool:
     """Whether `rule` reduces to causal softmax attention for these segments."""
     within = rule.window is None or rule.window >= segments.longest
     return within and rule.softcap is None and rule.sinks is None and not segments.images
-
-
-def _with_sinks(
-    output: torch.Tensor, logsumexp: torch.Tensor, sinks: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add `sinks` [N] to the softmax behind `output` [T, N, D] and `logsumexp` [N, T]."""
-    with_sink = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype)[:, None])
-    share = torch.exp(logsumexp - with_sink).T[..., None]
-    return output * share.to(output.dtype), with_sink
 
 
 def _run_attention(

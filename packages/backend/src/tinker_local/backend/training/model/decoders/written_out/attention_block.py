@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import torch
 from tinker_local.backend.training.lora.lora import Target
 from tinker_local.backend.training.lora.lora_batch import project, project_backward, project_onto, whole
-from tinker_local.backend.training.model.attention import AttentionRule, attend, attend_backward
+from tinker_local.backend.training.model.attention import attend, attend_backward
+from tinker_local.backend.training.model.attention_rule import AttentionRule
 from tinker_local.backend.training.model.decoders.written_out.block import (
     LayerPart,
     NormAfter,

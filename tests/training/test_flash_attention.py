@@ -1,0 +1,280 @@
+"""Which fused attention computes what, and what FlashAttention 4 is called with. Its package is a fake here; on a GPU,
+test_flash_attention_on_gpu.py has the real one."""
+
+import importlib
+import importlib.metadata
+import tomllib
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tinker_local.backend.training.kernels import flash_attention
+from tinker_local.backend.training.kernels.flash_attention import (
+    FASTER,
+    PACKAGE,
+    TRIED,
+    TWO,
+    Faster,
+    FlashAttention4,
+    in_words,
+    is_faster,
+    kernel_for,
+)
+from tinker_local.backend.training.model import attention
+from tinker_local.backend.training.model.attention import attend, attend_backward
+from tinker_local.backend.training.model.attention_rule import AttentionRule
+from tinker_local.backend.training.model.segments import NO_PARENT, Segments
+from tinker_local.backend.training.model.vision_attention import packed_attention
+
+from tests.training import fake_flash_attention
+
+CPU = torch.device("cpu")
+HOPPER, AMPERE, ADA, BLACKWELL, RTX = (9, 0), (8, 0), (8, 9), (10, 0), (12, 0)
+SINKS = torch.tensor([0.3, -0.5, 1.0, 0.1], dtype=torch.float64)
+RULES = {
+    "plain": AttentionRule(0.4),
+    "window 4": AttentionRule(0.4, window=4),
+    "window 1": AttentionRule(0.4, window=1),
+    "a window that hides nothing": AttentionRule(0.4, window=100),
+    "softcap": AttentionRule(0.4, softcap=2.0),
+    "softcap and window": AttentionRule(0.4, window=3, softcap=2.0),
+    "sinks": AttentionRule(0.4, sinks=SINKS),
+    "sinks and window": AttentionRule(0.4, window=6, sinks=SINKS),
+}
+FOREST = Segments((7, 3, 3, 5, 1, 9), CPU, parents=(NO_PARENT, 0, 0, 1, NO_PARENT, NO_PARENT))
+
+
+def fake() -> FlashAttention4:
+    return FlashAttention4(fake_flash_attention.interface(), fake_flash_attention.utils())
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make this machine's GPU one of a compute capability, with a version of the package or without it."""
+
+    def choose(capability: tuple[int, int], version: str | None) -> None:
+        def installed(name: str) -> str:
+            if name == PACKAGE and version is not None:
+                return version
+            raise importlib.metadata.PackageNotFoundError(name)
+
+        modules = {"interface": fake_flash_attention.interface(), "utils": fake_flash_attention.utils()}
+        monkeypatch.setattr(importlib.metadata, "version", installed)
+        monkeypatch.setattr(importlib, "import_module", lambda name: modules[name.removeprefix("flash_attn.cute.")])
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        flash_attention.flash_attention_4.cache_clear()
+
+    yield choose
+    flash_attention.flash_attention_4.cache_clear()
+
+
+def query(size: int = 128, tokens: int = 4096, dtype: Any = torch.bfloat16, requires_grad: bool = False) -> Any:
+    """A fake of a tensor on a GPU."""
+    device = torch.device("cuda")
+    shape = torch.Size((tokens, 32, size))
+    return SimpleNamespace(is_cuda=True, device=device, dtype=dtype, shape=shape, requires_grad=requires_grad)
+
+
+def bounds(length: int = 4096) -> Any:
+    return Segments((length,), CPU).bounds
+
+
+@pytest.mark.mutation(
+    "softcap-without-its-derivative-in-flash-attention-4",
+    "FlashAttention4.backward",
+    'dict(zip(("score_mod", "score_mod_bwd"), _soft_cap(self.utils, rule.softcap), strict=True))',
+    '{"score_mod": _soft_cap(self.utils, rule.softcap)[0]}',
+)
+@pytest.mark.mutation(
+    "window-of-one-more-in-fused-attention", "_window", '"window_size_left": window - 1', '"window_size_left": window'
+)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("segments", [Segments((3, 9, 1, 14, 30), CPU), FOREST], ids=["alone", "forks"])
+def test_a_fake_of_flash_attention_4_is_given_what_makes_it_equal_plain_torch(
+    segments: Segments, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64, forward and backward, through `attend`: windows, soft caps, sinks, bounds of queries and of keys."""
+    torch.manual_seed(0)
+    total = sum(segments.lengths)
+    given = [torch.randn(total, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    grad = torch.randn(total, 4, 8, dtype=torch.float64)
+    seen = []
+    for kernel in (None, fake()):
+        monkeypatch.setattr(attention, "kernel_for", lambda *_, kernel=kernel: kernel)
+        output, logsumexp = attend(given[0], given[1], given[2], segments, RULES[rule])
+        assert (logsumexp is None) == (kernel is None)
+        grads = attend_backward(grad, given[0], given[1], given[2], output, logsumexp, segments, RULES[rule])
+        seen.append([output, *grads])
+    for ours, expected in zip(*seen, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+
+
+def test_a_fake_of_flash_attention_4_is_given_what_makes_all_patches_see_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    rows = [torch.randn(1, 2, 12, 8, dtype=torch.float64) for _ in range(3)]
+    how = {"attention_mask": None, "scaling": 0.3, "cu_seq_lens_q": torch.tensor([0, 5, 12]), "max_length_q": 7}
+    seen = []
+    for kernel in (None, fake()):
+        module = "tinker_local.backend.training.model.vision_attention.kernel_for"
+        monkeypatch.setattr(module, lambda *_, kernel=kernel, **__: kernel)
+        seen.append(packed_attention(torch.nn.Identity(), *rows, **how)[0])
+    torch.testing.assert_close(*seen, rtol=0, atol=1e-12)
+
+
+def test_lengths_that_fit_one_block_of_a_kernel_compile_no_other_kernel_on_a_fake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bounds of lengths are those of a longer row, and so is what the package compiles by."""
+    seen: list[dict[str, Any]] = []
+    kernel = fake()
+
+    def compiled(*_: Any, **given: Any) -> tuple[None, None]:
+        seen.append(given)
+        return None, None
+
+    monkeypatch.setattr(kernel.interface, "_flash_attn_fwd", compiled)
+    for lengths in ((1,), (3, 60), (400, 2)):
+        kernel.forward(None, None, None, Segments(lengths, CPU).bounds, RULES["plain"])
+    assert {(given["max_seqlen_q"], given["max_seqlen_k"]) for given in seen} == {(flash_attention.LONG,) * 2}
+
+
+def test_the_functions_for_a_soft_cap_are_made_once() -> None:
+    """The fake makes new ones in each call, as the package does; it compiles a kernel for each that it has not seen."""
+    utils = fake_flash_attention.utils()
+    first = flash_attention._soft_cap(utils, 50.0)
+    assert flash_attention._soft_cap(utils, 50.0) is first
+    assert flash_attention._soft_cap(utils, 30.0) is not first
+
+
+def test_a_step_that_must_be_exact_says_so_to_a_fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    kernel = fake()
+
+    def compiled(*_: Any, **given: Any) -> tuple[None, None, None]:
+        seen.append(given["deterministic"])
+        return None, None, None
+
+    monkeypatch.setattr(kernel.interface, "_flash_attn_bwd", compiled)
+    for exact in (False, True):
+        torch.use_deterministic_algorithms(exact)
+        try:
+            kernel.backward(*(None,) * 6, bounds(), RULES["plain"])
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert seen == [False, True]
+
+
+def test_flash_attention_4_computes_where_it_was_measured_and_found_faster_on_a_fake(on: Any) -> None:
+    on(HOPPER, TRIED)
+    for line in FASTER:
+        assert line.capability == HOPPER, "the only card that has been measured"
+        for size in line.sizes:
+            found = kernel_for(query(size, line.tokens), bounds(line.tokens), RULES["plain"])
+            assert isinstance(found, FlashAttention4), (size, line)
+    assert kernel_for(query(136), bounds(), RULES["plain"]) is TWO, "a size without a line"
+    assert kernel_for(query(12), bounds(), RULES["plain"]) is None
+    assert kernel_for(query(), bounds(), RULES["plain"], causal=False) is TWO, "vision towers have no line"
+
+
+@pytest.mark.parametrize("card", [AMPERE, (8, 6), ADA, BLACKWELL, RTX])
+def test_all_cards_without_a_measurement_have_flash_attention_2_on_a_fake(card: tuple[int, int], on: Any) -> None:
+    on(card, TRIED)
+    assert kernel_for(query(), bounds(), RULES["plain"]) is TWO
+    assert kernel_for(query(), bounds(), RULES["softcap"]) is None
+    assert in_words(torch.device("cuda"), torch.bfloat16) == ""
+
+
+def test_without_the_package_all_is_as_it_was_on_a_fake(on: Any) -> None:
+    on(HOPPER, None)
+    for rule in RULES.values():
+        assert kernel_for(query(), bounds(), rule) is (None if rule.softcap else TWO)
+    assert in_words(torch.device("cuda"), torch.bfloat16) == (
+        f"attention is computed by FlashAttention 2; FlashAttention 4 {flash_attention.GAIN} on this GPU "
+        f"(pip install '{PACKAGE}=={TRIED}')"
+    )
+
+
+@pytest.mark.parametrize("package", [TRIED, None])
+def test_tensors_that_fused_kernels_do_not_take_have_none_on_a_fake(package: str | None, on: Any) -> None:
+    on(HOPPER, package)
+    assert kernel_for(query(dtype=torch.float32), bounds(), RULES["plain"]) is None
+    assert kernel_for(query(requires_grad=True), bounds(), RULES["plain"]) is None
+    assert kernel_for(torch.zeros(4096, 32, 128, dtype=torch.bfloat16), bounds(), RULES["plain"]) is None
+
+
+def test_a_line_holds_for_its_card_its_sizes_its_tokens_and_no_other_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attention, "FASTER", (Faster(HOPPER, frozenset({64}), frozenset({"window"}), 100),))
+    assert is_faster(HOPPER, 64, 100, frozenset())
+    assert is_faster(HOPPER, 64, 100, frozenset({"window"}))
+    for other in (
+        (AMPERE, 64, 100, frozenset[str]()),
+        (HOPPER, 72, 100, frozenset[str]()),
+        (HOPPER, 64, 99, frozenset[str]()),
+        (HOPPER, 64, 100, frozenset({"window", "sinks"})),
+    ):
+        assert not is_faster(*other)
+
+
+def test_a_rule_has_the_extensions_that_change_something() -> None:
+    def of(rule: str, length: int, *, causal: bool = True) -> set[str]:
+        return set(flash_attention.extensions(bounds(length), RULES[rule], causal=causal))
+
+    assert of("plain", 9) == set()
+    assert of("window 4", 4) == set()
+    assert of("window 4", 5) == {"window"}
+    assert of("sinks and window", 9) == {"window", "sinks"}
+    assert of("softcap", 9, causal=False) == {"softcap", "full"}
+
+
+def test_another_version_is_said_not_to_compute_on_a_fake(on: Any) -> None:
+    on(HOPPER, "4.0.0b99")
+    assert kernel_for(query(), bounds(), RULES["plain"]) is TWO
+    words = in_words(torch.device("cuda"), torch.bfloat16)
+    assert words.endswith(f"{PACKAGE} 4.0.0b99 is not used, because {TRIED} alone has been tried here")
+
+
+def test_a_package_that_cannot_be_imported_is_said_in_one_line_on_a_fake(
+    on: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(HOPPER, TRIED)
+
+    def broken(name: str) -> ModuleType:
+        raise AttributeError("module 'cutlass' has no attribute 'cute'\nand more")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    assert kernel_for(query(), bounds(), RULES["plain"]) is TWO
+    words = in_words(torch.device("cuda"), torch.bfloat16)
+    assert words.endswith("it cannot be imported: AttributeError: module 'cutlass' has no attribute 'cute'")
+
+
+def test_the_start_says_what_computes_attention_on_a_fake(on: Any) -> None:
+    on(HOPPER, TRIED)
+    words = in_words(torch.device("cuda"), torch.bfloat16)
+    assert words == f"attention is computed by {PACKAGE} {TRIED}, whose kernels the first steps compile"
+    assert in_words(torch.device("cuda"), torch.float32) == ""
+    assert in_words(CPU, torch.bfloat16) == ""
+
+
+def test_nothing_is_imported_where_the_package_would_not_compute(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str) -> ModuleType:
+        raise AssertionError(f"imported {name}")
+
+    for card, version in ((AMPERE, TRIED), (HOPPER, None), (HOPPER, "4.0.0b99")):
+        on(card, version)
+        monkeypatch.setattr(importlib, "import_module", refused)
+        in_words(torch.device("cuda"), torch.bfloat16)
+        assert kernel_for(query(), bounds(), RULES["plain"]) is TWO
+    on(HOPPER, TRIED)
+    monkeypatch.setattr(importlib, "import_module", refused)
+    in_words(CPU, torch.bfloat16)
+    kernel_for(torch.zeros(4096, 32, 128), bounds(), RULES["plain"])
+
+
+def test_the_extra_installs_the_version_that_was_tried() -> None:
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "packages/backend/pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["fa4"] == [f"{PACKAGE}=={TRIED}"]
+    locked = {each["name"]: each.get("version") for each in tomllib.loads((root / "uv.lock").read_text())["package"]}
+    assert locked[PACKAGE] == TRIED
