@@ -28,7 +28,7 @@ from tinker_local.backend.training.model.attention_rule import AttentionRule
 from tinker_local.backend.training.model.segments import NO_PARENT, Segments
 from tinker_local.backend.training.model.vision_attention import packed_attention
 
-from tests.training import fake_flash_attention
+from tests.training import attention_reference, fake_flash_attention
 
 CPU = torch.device("cpu")
 HOPPER, AMPERE, ADA, BLACKWELL, RTX = (9, 0), (8, 0), (8, 9), (10, 0), (12, 0)
@@ -79,6 +79,26 @@ def query(size: int = 128, tokens: int = 4096, dtype: Any = torch.bfloat16, requ
 
 def bounds(length: int = 4096) -> Any:
     return Segments((length,), CPU).bounds
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("segments", [Segments((3, 9, 1, 14, 30), CPU), FOREST], ids=["alone", "forks"])
+def test_what_tests_on_a_gpu_compare_with_equals_attention(
+    segments: Segments, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks, in float64; rounded to bfloat16 it differs, but little."""
+    monkeypatch.setattr(attention_reference, "BLOCK", 4)
+    torch.manual_seed(0)
+    total = sum(segments.lengths)
+    query, key, value, grad = (torch.randn(total, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    output, logsumexp = attend(query, key, value, segments, RULES[rule])
+    wanted = [output, *attend_backward(grad, query, key, value, output, logsumexp, segments, RULES[rule])]
+    found = attention_reference.reference(query, key, value, grad, segments, RULES[rule])
+    near = attention_reference.reference(query, key, value, grad, segments, RULES[rule], torch.bfloat16)
+    for ours, expected, rounded in zip(found, wanted, near, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+        if rule != "window 1":  # whose queries and keys have no gradients, and whose weights are ones
+            assert 1e-4 < (rounded - expected).norm() / expected.norm() < 0.02
 
 
 @pytest.mark.mutation(
