@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from harness import timing, workloads
@@ -143,12 +144,11 @@ def kernel_line(scale: Scale, name: str, case: Case) -> None:
     def run(way: str) -> None:
         with attending(way):
             if case.tower:
-                rows = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
-                bounds = segments.bounds
+                rows, bounds = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)], segments.bounds
+                given: dict[str, Any] = {"cu_seq_lens_q": bounds.queries, "max_length_q": bounds.longest_query}
                 packed_attention(
-                    torch.nn.Identity(), *rows, None, scaling=rule.scaling,
-                    cu_seq_lens_q=bounds.queries, max_length_q=bounds.longest_query,
-                )  # fmt: skip
+                    torch.nn.Identity(), rows[0], rows[1], rows[2], attention_mask=None, scaling=rule.scaling, **given
+                )
                 return
             output, logsumexp = attend(query, key, value, segments, rule)
             attend_backward(grad, query, key, value, output, logsumexp, segments, rule)
@@ -185,7 +185,7 @@ def model(scale: Scale, name: str, folder: Path, layers: int) -> None:
             line = f"{name}.{row}_{way}"
             try:
                 with attending(way):
-                    seconds = timing.median_seconds(lambda works=works: train_step(trainer, works), scale, warmup=1)
+                    seconds = timing.median_seconds(functools.partial(train_step, trainer, works), scale, warmup=1)
                 note = f"{config['num_hidden_layers']} layers, {len(lengths)} sequences of {sum(lengths)} tokens"
                 rate_line(line, sum(lengths), seconds, parameters, note).emit()
             except Exception as error:

@@ -207,7 +207,7 @@ class Faster:
     tokens: int
 
 
-FASTER = (
+FASTER: tuple[Faster, ...] = (
     # H200, torch 2.13, benchmarks/attention_kernels.py.
     Faster((9, 0), frozenset({64, 80, 96, 128, 192, 256}), frozenset({"window", "softcap", "sinks"}), 1024),
 )
