@@ -14,10 +14,12 @@ from tinker_local.backend.training.kernels import flash_attention
 from tinker_local.backend.training.kernels.flash_attention import (
     FASTER,
     PACKAGE,
+    RIGHT,
     TRIED,
     TWO,
     Faster,
     FlashAttention4,
+    FlashKernel,
     in_words,
     is_faster,
     kernel_for,
@@ -70,15 +72,26 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
     flash_attention.flash_attention_4.cache_clear()
 
 
+class Row(SimpleNamespace):
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+
 def query(size: int = 128, tokens: int = 4096, dtype: Any = torch.bfloat16, requires_grad: bool = False) -> Any:
     """A fake of a tensor on a GPU."""
     device = torch.device("cuda")
     shape = torch.Size((tokens, 32, size))
-    return SimpleNamespace(is_cuda=True, device=device, dtype=dtype, shape=shape, requires_grad=requires_grad)
+    return Row(is_cuda=True, device=device, dtype=dtype, shape=shape, requires_grad=requires_grad)
 
 
 def bounds(length: int = 4096) -> Any:
     return Segments((length,), CPU).bounds
+
+
+def chosen(rule: str = "plain", *lengths: int, **other: Any) -> FlashKernel | None:
+    """For a row with segments of these lengths."""
+    row = query(tokens=sum(lengths or (4096,)), **other)
+    return kernel_for(row, row, Segments(lengths or (4096,), CPU).bounds, RULES[rule])
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -190,26 +203,53 @@ def test_flash_attention_4_computes_where_it_was_measured_and_found_faster_on_a_
     on(HOPPER, TRIED)
     for line in FASTER:
         assert line.capability == HOPPER, "the only card that has been measured"
+        assert line.sizes <= RIGHT
         for size in line.sizes:
-            found = kernel_for(query(size, line.tokens), bounds(line.tokens), RULES["plain"])
-            assert isinstance(found, FlashAttention4), (size, line)
-    assert kernel_for(query(136), bounds(), RULES["plain"]) is TWO, "a size without a line"
-    assert kernel_for(query(12), bounds(), RULES["plain"]) is None
-    assert kernel_for(query(), bounds(), RULES["plain"], causal=False) is TWO, "vision towers have no line"
+            assert isinstance(chosen("plain", line.tokens, size=size), FlashAttention4), (size, line)
+    assert chosen("plain", *[64] * 128) is TWO, "segments that are too short"
+    assert isinstance(chosen("plain", *[256] * 32), FlashAttention4)
+    assert chosen("plain", 1000) is TWO, "a row that is too short"
+    assert chosen(size=136) is TWO, "a size without a line"
+    assert chosen(size=12) is None
+    row = query()
+    assert kernel_for(row, row, bounds(), RULES["plain"], causal=False) is TWO, "vision towers have no line"
+
+
+def test_short_segments_with_long_beginnings_are_long_on_a_fake(on: Any) -> None:
+    on(HOPPER, TRIED)
+    segments = Segments((1000, *[64] * 64), CPU, parents=(NO_PARENT, *[0] * 64))
+    keys = query(tokens=sum(segments.key_lengths))
+    assert isinstance(kernel_for(query(tokens=5096), keys, segments.bounds, RULES["plain"]), FlashAttention4)
+
+
+def test_soft_caps_have_no_scores_in_memory_where_flash_attention_4_is_on_a_fake(on: Any) -> None:
+    """In rows of any length: FlashAttention 2 has none."""
+    on(HOPPER, TRIED)
+    assert isinstance(chosen("softcap", 3, 4, size=256), FlashAttention4)
+    assert isinstance(chosen("softcap and window", 3, 4, size=128), FlashAttention4)
+    assert chosen("softcap", 3, 4, size=40) is None
+
+
+@pytest.mark.parametrize("size", [72, 80, 112, 224])
+def test_sizes_whose_gradients_are_wrong_or_unknown_are_left_to_others_on_a_fake(size: int, on: Any) -> None:
+    on(HOPPER, TRIED)
+    assert not fake().computes(size, RULES["plain"])
+    assert chosen(size=size) is TWO
+    assert chosen("softcap", size=size) is None
 
 
 @pytest.mark.parametrize("card", [AMPERE, (8, 6), ADA, BLACKWELL, RTX])
 def test_all_cards_without_a_measurement_have_flash_attention_2_on_a_fake(card: tuple[int, int], on: Any) -> None:
     on(card, TRIED)
-    assert kernel_for(query(), bounds(), RULES["plain"]) is TWO
-    assert kernel_for(query(), bounds(), RULES["softcap"]) is None
+    assert chosen() is TWO
+    assert chosen("softcap") is None
     assert in_words(torch.device("cuda"), torch.bfloat16) == ""
 
 
 def test_without_the_package_all_is_as_it_was_on_a_fake(on: Any) -> None:
     on(HOPPER, None)
-    for rule in RULES.values():
-        assert kernel_for(query(), bounds(), rule) is (None if rule.softcap else TWO)
+    for name, rule in RULES.items():
+        assert chosen(name) is (None if rule.softcap else TWO)
     assert in_words(torch.device("cuda"), torch.bfloat16) == (
         f"attention is computed by FlashAttention 2; FlashAttention 4 {flash_attention.GAIN} on this GPU "
         f"(pip install '{PACKAGE}=={TRIED}')"
@@ -219,22 +259,25 @@ def test_without_the_package_all_is_as_it_was_on_a_fake(on: Any) -> None:
 @pytest.mark.parametrize("package", [TRIED, None])
 def test_tensors_that_fused_kernels_do_not_take_have_none_on_a_fake(package: str | None, on: Any) -> None:
     on(HOPPER, package)
-    assert kernel_for(query(dtype=torch.float32), bounds(), RULES["plain"]) is None
-    assert kernel_for(query(requires_grad=True), bounds(), RULES["plain"]) is None
-    assert kernel_for(torch.zeros(4096, 32, 128, dtype=torch.bfloat16), bounds(), RULES["plain"]) is None
+    assert chosen(dtype=torch.float32) is None
+    assert chosen(requires_grad=True) is None
+    row = torch.zeros(4096, 32, 128, dtype=torch.bfloat16)
+    assert kernel_for(row, row, bounds(), RULES["plain"]) is None
 
 
-def test_a_line_holds_for_its_card_its_sizes_its_tokens_and_no_other_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_attention, "FASTER", (Faster(HOPPER, frozenset({64}), frozenset({"window"}), 100),))
-    assert is_faster(HOPPER, 64, 100, frozenset())
-    assert is_faster(HOPPER, 64, 100, frozenset({"window"}))
-    for other in (
-        (AMPERE, 64, 100, frozenset[str]()),
-        (HOPPER, 72, 100, frozenset[str]()),
-        (HOPPER, 64, 99, frozenset[str]()),
-        (HOPPER, 64, 100, frozenset({"window", "sinks"})),
-    ):
-        assert not is_faster(*other)
+def test_a_line_holds_for_its_card_its_sizes_its_lengths_and_no_other_extension(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    line = Faster(HOPPER, frozenset({64}), frozenset({"window"}), tokens=100, keys=10)
+    monkeypatch.setattr(flash_attention, "FASTER", (line,))
+    assert is_faster(HOPPER, 64, 100, 10, frozenset())
+    assert is_faster(HOPPER, 64, 100, 10, frozenset({"window"}))
+    nothing = frozenset[str]()
+    assert not is_faster(AMPERE, 64, 100, 10, nothing)
+    assert not is_faster(HOPPER, 72, 100, 10, nothing)
+    assert not is_faster(HOPPER, 64, 99, 10, nothing)
+    assert not is_faster(HOPPER, 64, 100, 9.9, nothing)
+    assert not is_faster(HOPPER, 64, 100, 10, frozenset({"window", "sinks"}))
 
 
 def test_a_rule_has_the_extensions_that_change_something() -> None:
@@ -245,12 +288,12 @@ def test_a_rule_has_the_extensions_that_change_something() -> None:
     assert of("window 4", 4) == set()
     assert of("window 4", 5) == {"window"}
     assert of("sinks and window", 9) == {"window", "sinks"}
-    assert of("softcap", 9, causal=False) == {"softcap", "full"}
+    assert of("softcap", 9, causal=False) == {"full"}
 
 
 def test_another_version_is_said_not_to_compute_on_a_fake(on: Any) -> None:
     on(HOPPER, "4.0.0b99")
-    assert kernel_for(query(), bounds(), RULES["plain"]) is TWO
+    assert chosen() is TWO
     words = in_words(torch.device("cuda"), torch.bfloat16)
     assert words.endswith(f"{PACKAGE} 4.0.0b99 is not used, because {TRIED} alone has been tried here")
 
@@ -264,7 +307,7 @@ def test_a_package_that_cannot_be_imported_is_said_in_one_line_on_a_fake(
         raise AttributeError("module 'cutlass' has no attribute 'cute'\nand more")
 
     monkeypatch.setattr(importlib, "import_module", broken)
-    assert kernel_for(query(), bounds(), RULES["plain"]) is TWO
+    assert chosen() is TWO
     words = in_words(torch.device("cuda"), torch.bfloat16)
     assert words.endswith("it cannot be imported: AttributeError: module 'cutlass' has no attribute 'cute'")
 
@@ -285,11 +328,12 @@ def test_nothing_is_imported_where_the_package_would_not_compute(on: Any, monkey
         on(card, version)
         monkeypatch.setattr(importlib, "import_module", refused)
         in_words(torch.device("cuda"), torch.bfloat16)
-        assert kernel_for(query(), bounds(), RULES["plain"]) is TWO
+        assert chosen() is TWO
     on(HOPPER, TRIED)
     monkeypatch.setattr(importlib, "import_module", refused)
     in_words(CPU, torch.bfloat16)
-    kernel_for(torch.zeros(4096, 32, 128), bounds(), RULES["plain"])
+    row = torch.zeros(4096, 32, 128)
+    kernel_for(row, row, bounds(), RULES["plain"])
 
 
 def test_the_extra_installs_the_version_that_was_tried() -> None:

@@ -37,7 +37,7 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, rule: AttentionRule
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As `attend`, with `key` and `value` of all keys."""
-    if (kernel := _kernel(query, segments, rule)) is not None:
+    if (kernel := _kernel(query, key, segments, rule)) is not None:
         return kernel.forward(query, key, value, segments.bounds, rule)
     if _is_plain(rule, segments):
         outputs = [_run_attention(query, key, value, run, keys, rule.scaling) for run, keys in segments.runs]
@@ -86,7 +86,7 @@ def _attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `attend_backward`, with `key`, `value` and their gradients of all keys."""
     if logsumexp is not None:
-        kernel = _kernel(query, segments, rule)
+        kernel = _kernel(query, key, segments, rule)
         assert kernel is not None, "one made the logsumexp"
         return kernel.backward(grad, query, key, value, output, logsumexp, segments.bounds, rule)
     if _is_plain(rule, segments):
@@ -104,9 +104,9 @@ def _attend_backward(
     return grad_query, grad_key, grad_value
 
 
-def _kernel(query: torch.Tensor, segments: Segments, rule: AttentionRule) -> FlashKernel | None:
+def _kernel(query: torch.Tensor, key: torch.Tensor, segments: Segments, rule: AttentionRule) -> FlashKernel | None:
     """The fused kernel that computes these segments, if one does: none lets images see all of themselves."""
-    return None if segments.images else kernel_for(query, segments.bounds, rule)
+    return None if segments.images else kernel_for(query, key, segments.bounds, rule)
 
 
 def _is_plain(rule: AttentionRule, segments: Segments) -> bool:

@@ -39,7 +39,7 @@ def packed_attention(
     rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
     starts, longest, rule = cu_seq_lens_q.to(torch.int32), int(max_length_q), AttentionRule(scaling)
     bounds = Bounds(starts, starts, longest, longest)
-    if (kernel := kernel_for(rows[0], bounds, rule, causal=False)) is not None:
+    if (kernel := kernel_for(rows[0], rows[1], bounds, rule, causal=False)) is not None:
         output, _ = kernel.forward(rows[0], rows[1], rows[2], bounds, rule, causal=False)
         return output.unsqueeze(0), None
     lengths = (cu_seq_lens_q[1:] - cu_seq_lens_q[:-1]).tolist()
