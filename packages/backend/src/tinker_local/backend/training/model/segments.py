@@ -160,6 +160,15 @@ class Segments:
             yield np.arange(before, before + length)
 
     @cached_property
+    def keys_seen(self) -> float:
+        """How many positions each position sees, itself included, on average."""
+        pairs = sum(
+            length * before + length * (length + 1) // 2
+            for length, before in zip(self.lengths, self.before, strict=True)
+        )
+        return pairs / sum(self.lengths)
+
+    @cached_property
     def longest(self) -> int:
         """Positions of the longest sequence."""
         return max(self.key_lengths)
