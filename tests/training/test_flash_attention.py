@@ -114,15 +114,6 @@ def test_what_tests_on_a_gpu_compare_with_equals_attention(
             assert 1e-4 < (rounded - expected).norm() / expected.norm() < 0.02
 
 
-@pytest.mark.mutation(
-    "softcap-without-its-derivative-in-flash-attention-4",
-    "FlashAttention4.backward",
-    'dict(zip(("score_mod", "score_mod_bwd"), _soft_cap(self.utils, rule.softcap), strict=True))',
-    '{"score_mod": _soft_cap(self.utils, rule.softcap)[0]}',
-)
-@pytest.mark.mutation(
-    "window-of-one-more-in-fused-attention", "_window", '"window_size_left": window - 1', '"window_size_left": window'
-)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("segments", [Segments((3, 9, 1, 14, 30), CPU), FOREST], ids=["alone", "forks"])
 def test_a_fake_of_flash_attention_4_is_given_what_makes_it_equal_plain_torch(

@@ -213,10 +213,11 @@ class Faster:
 
 
 FASTER: tuple[Faster, ...] = (
-    # An H200 with torch 2.13, in rows of 8,192. Segments of 64, 256, 512 and 2,048 and one of 32,768 with 32 heads of
-    # 128: 0.80, 1.25, 1.48, 1.81 and 1.89 times as fast. Segments of 256 with 64 heads of 64: 1.23; with 24 of 256:
-    # 1.20. Segments of 2,048 with a window of 128 and 64 heads of 64: 1.37, and with sinks no less; of 1,024 and 16
-    # heads of 256: 1.41. A row of 256 tokens takes three times as long: the host is slower than the GPU.
+    # An H200 with torch 2.13, in rows of 8,192 (benchmarks/results/fused_attention-20261130-h200.txt). With 32 heads of
+    # 128 and segments of 64, 256, 512, 2,048 and one of 32,768: 0.80, 1.25, 1.48, 1.81 and 1.89 times as fast. Segments
+    # of 256 with 64 heads of 64: 1.23, with 24 of 256: 1.20. Segments of 2,048 with a window of 128 and 64 heads of 64:
+    # 1.37, and sinks cost nothing; with a window of 1,024 and 16 heads of 256: 1.41. A row of 256 tokens takes three
+    # times as long, since the host is slower than the GPU.
     Faster((9, 0), frozenset({64, 128, 256}), frozenset({"window", "sinks"}), tokens=2048, keys=256),
 )
 """What was measured. All else is left to FlashAttention 2 if it can, and so are all cards without a line."""
