@@ -2,6 +2,10 @@
 lose by rounding to 16 bits what a fused kernel rounds. Each kernel is called directly, wherever it is not the faster
 one too."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -227,3 +231,40 @@ def test_lengths_of_rows_compile_no_kernels_again() -> None:
             through(which, row(8, 2, 128, sum(lengths), torch.bfloat16), segments, rule)
             sizes.append([len(cache.cache) for cache in caches])
     assert sizes == [sizes[0]] * len(sizes)
+
+
+def test_a_later_process_compiles_nothing_again_and_has_the_same_bits(tmp_path: Path) -> None:
+    kernel("FlashAttention 4")
+    program = """
+import torch
+from tests.training.test_flash_attention_on_gpu import CUDA, RAGGED, kernel, row, rule_of, through
+from tinker_local.backend.training.model.segments import Segments
+
+which, compiled = kernel("FlashAttention 4"), []
+cute = which.interface.cute
+original = cute.compile
+cute.compile = lambda *given, **how: compiled.append(1) or original(*given, **how)
+torch.use_deterministic_algorithms(True)
+sums = []
+for kind, size in (("plain", 128), ("sinks and window", 64), ("softcap", 256)):
+    given = row(8, 2, size, sum(RAGGED), torch.bfloat16)
+    found = through(which, given, Segments(RAGGED, CUDA), rule_of(kind, 8, size))
+    sums += [int(each.view(torch.int16).long().sum()) for each in found]
+print(len(compiled), sums)
+"""
+    root = Path(__file__).parents[2]
+    environment = os.environ | {
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(tmp_path),
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+        "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
+    }
+    seen = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, cwd=root, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        seen.append(done.stdout.splitlines()[-1].split(maxsplit=1))
+    assert int(seen[0][0]) > 0
+    assert int(seen[1][0]) == 0
+    assert seen[0][1] == seen[1][1]

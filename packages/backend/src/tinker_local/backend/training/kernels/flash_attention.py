@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from tinker_local.backend.kernel_caches import keep_flash_attention
 from tinker_local.backend.training.model.attention_rule import AttentionRule
 from tinker_local.backend.training.model.segments import Bounds
 
@@ -110,7 +111,7 @@ class FlashAttention2:
 @dataclass(frozen=True, slots=True)
 class FlashAttention4:
     """Implements `FlashKernel` by the modules `interface` and `utils` of `flash_attn.cute`. A kernel is compiled when a
-    rule or head size first needs it, and then kept for the process."""
+    rule or head size first needs it, and kept for later processes (`kernel_caches.py`)."""
 
     interface: Any
     utils: Any
@@ -283,12 +284,15 @@ def flash_attention_4() -> tuple[FlashAttention4 | None, str]:
         return None, f"FlashAttention 4 {GAIN} on this GPU (pip install '{PACKAGE}=={TRIED}')"
     if version != TRIED:
         return None, f"{PACKAGE} {version} is not used, because {TRIED} alone has been tried here"
+    keep_flash_attention()
     try:
         modules = [importlib.import_module(f"flash_attn.cute.{name}") for name in ("interface", "utils")]
     except Exception as error:  # a pre-release on top of compilers: whatever it raises, training goes on without it
         first = f"{type(error).__name__}: {error}".partition("\n")[0]
         return None, f"{PACKAGE} {version} is not used, because it cannot be imported: {first}"
-    return FlashAttention4(*modules), f"{PACKAGE} {version}, whose kernels the first steps compile"
+    return FlashAttention4(
+        *modules
+    ), f"{PACKAGE} {version}, whose kernels the first steps compile, unless its cache has them"
 
 
 def in_words(device: torch.device, dtype: torch.dtype) -> str:
