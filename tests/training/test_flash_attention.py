@@ -308,7 +308,8 @@ def test_the_start_says_what_computes_attention_on_a_fake(on: Any) -> None:
     on(HOPPER, TRIED)
     words = in_words(torch.device("cuda"), torch.bfloat16)
     assert words == (
-        f"attention is computed by {PACKAGE} {TRIED}, whose kernels the first steps compile, unless its cache has them"
+        f"attention is computed by {PACKAGE} {TRIED} where it is faster; "
+        "the first steps compile its kernels, unless its cache has them"
     )
     assert in_words(torch.device("cuda"), torch.float32) == ""
     assert in_words(CPU, torch.bfloat16) == ""

@@ -290,9 +290,8 @@ def flash_attention_4() -> tuple[FlashAttention4 | None, str]:
     except Exception as error:  # a pre-release on top of compilers: whatever it raises, training goes on without it
         first = f"{type(error).__name__}: {error}".partition("\n")[0]
         return None, f"{PACKAGE} {version} is not used, because it cannot be imported: {first}"
-    return FlashAttention4(
-        *modules
-    ), f"{PACKAGE} {version}, whose kernels the first steps compile, unless its cache has them"
+    words = f"{PACKAGE} {version} where it is faster; the first steps compile its kernels, unless its cache has them"
+    return FlashAttention4(*modules), words
 
 
 def in_words(device: torch.device, dtype: torch.dtype) -> str:
