@@ -109,8 +109,8 @@ def test_nan_logits_stay_in_the_sum(row: Any, width: Any) -> None:
 @pytest.mark.parametrize("size", [8, 40, 72, 80, 96, 256, 20])
 @pytest.mark.parametrize("kind", ["plain", "window", "sinks", "window and sinks", "softcap"])
 def test_attention_takes_head_sizes_and_rules_of_all_kinds(kind: Any, heads: Any, size: Any) -> None:
-    """As blocks call it: key and value are parts of one wide row. Flash kernels need a multiple of 8; only FlashAttention
-    4 knows soft caps, of some sizes."""
+    """As blocks call it: key and value are parts of one wide row. Flash kernels need a multiple of 8; FlashAttention 4
+    alone knows soft caps, of some sizes."""
     capped = is_measured(torch.cuda.get_device_capability()) and flash_attention_4()[0] is not None and size in RIGHT
     lengths = (1, 3, 3, 70)
     rule = AttentionRule(
