@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from tinker_local.backend.training.kernels import compat_torch
-from tinker_local.backend.training.model.attention import AttentionRule, attend, attend_backward
+from tinker_local.backend.training.kernels import flash_attention
+from tinker_local.backend.training.kernels.flash_attention import with_sinks
+from tinker_local.backend.training.model.attention import attend, attend_backward
+from tinker_local.backend.training.model.attention_rule import AttentionRule
 from tinker_local.backend.training.model.segments import NO_PARENT, Bounds, Segments
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
@@ -75,15 +77,20 @@ def test_sequences_that_share_their_beginning_are_as_if_each_were_alone(
 
 
 class TorchFlash:
-    """Stands in for a kernel of flash attention, which a CPU has not: the same outputs from the same arguments, by
-    torch's softmax, in float64."""
+    """Stands in for a `FlashKernel`, which a CPU has not: the same outputs from the same arguments, by torch's softmax,
+    in float64."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []
 
-    def weights(self, query: Any, key: Any, bounds: Bounds, scaling: float, causal: bool, window: Any) -> Any:
-        """Scores of all queries and keys [N, T, keys], -inf where one does not see the other."""
-        scores = torch.einsum("qnd,knd->nqk", query, key.repeat_interleave(HEADS // KV_HEADS, 1)) * scaling
+    def scores(self, query: Any, key: Any, bounds: Bounds, rule: AttentionRule, causal: bool) -> Any:
+        """Of all queries and keys [N, T, keys], -inf where one does not see the other, and their derivative by what the
+        soft cap makes them of."""
+        scores = torch.einsum("qnd,knd->nqk", query, key.repeat_interleave(HEADS // KV_HEADS, 1)) * rule.scaling
+        slope = torch.ones_like(scores)
+        if rule.softcap is not None:
+            capped = torch.tanh(scores / rule.softcap)
+            scores, slope = rule.softcap * capped, 1 - capped**2
         seen = torch.zeros(scores.shape[1:], dtype=torch.bool)
         pairs = zip(bounds.queries.tolist(), bounds.keys.tolist(), strict=True)
         for (start, first), (stop, last) in itertools.pairwise(pairs):
@@ -93,18 +100,19 @@ class TorchFlash:
                 torch.arange(stop - start)[:, None] + (last - first) - (stop - start) - torch.arange(last - first)
             )
             of_segment = (distance >= 0) | (not causal)
-            seen[start:stop, first:last] = of_segment & (distance < (window or len(key) + len(query)))
+            seen[start:stop, first:last] = of_segment & (distance < (rule.window or len(key) + len(query)))
         assert stop == len(query)
         assert last == len(key)
-        return scores.masked_fill(~seen, -torch.inf)
+        return scores.masked_fill(~seen, -torch.inf), slope
 
     def forward(
-        self, query: Any, key: Any, value: Any, bounds: Bounds, scaling: float, causal: bool, window: Any = None
+        self, query: Any, key: Any, value: Any, bounds: Bounds, rule: AttentionRule, *, causal: bool = True
     ) -> Any:
         self.calls.append((len(query), len(key)))
-        scores = self.weights(query, key, bounds, scaling, causal, window)
+        scores, _ = self.scores(query, key, bounds, rule, causal)
         values = value.repeat_interleave(HEADS // KV_HEADS, 1)
-        return torch.einsum("nqk,knd->qnd", scores.softmax(-1), values), scores.logsumexp(-1)
+        found = torch.einsum("nqk,knd->qnd", scores.softmax(-1), values), scores.logsumexp(-1)
+        return found if rule.sinks is None else with_sinks(*found, rule.sinks)
 
     def backward(
         self,
@@ -115,21 +123,22 @@ class TorchFlash:
         output: Any,
         logsumexp: Any,
         bounds: Bounds,
-        scaling: float,
-        causal: bool,
-        window: Any = None,
+        rule: AttentionRule,
+        *,
+        causal: bool = True,
     ) -> Any:
         """As kernels do: from the logsumexp and the output, not from another softmax."""
-        weights = torch.exp(self.weights(query, key, bounds, scaling, causal, window) - logsumexp[..., None])
+        scores, slope = self.scores(query, key, bounds, rule, causal)
+        weights = torch.exp(scores - logsumexp[..., None])
         wide = [each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (key, value)]
         to_weights = torch.einsum("qnd,knd->nqk", grad, wide[1]) - (grad * output).sum(-1).T[..., None]
-        to_scores = weights * to_weights * scaling
+        to_scores = weights * to_weights * slope * rule.scaling
         to_key, to_value = torch.einsum("nqk,qnd->knd", to_scores, query), torch.einsum("nqk,qnd->knd", weights, grad)
         folded = (each.unflatten(1, (KV_HEADS, -1)).sum(2) for each in (to_key, to_value))
         return torch.einsum("nqk,knd->qnd", to_scores, wide[0]), *folded
 
 
-@pytest.mark.parametrize("rule", [name for name in RULES if name != "softcap"])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("forest", FORESTS)
 @pytest.mark.parametrize("most", [1, 2**15])
 def test_parts_of_flash_attention_make_up_the_whole_on_a_fake_kernel(
@@ -146,9 +155,7 @@ def test_parts_of_flash_attention_make_up_the_whole_on_a_fake_kernel(
     wanted_grads = attend_backward(grad, query, key, value, wanted, None, segments, RULES[rule])
 
     flash = TorchFlash()
-    monkeypatch.setattr(compat_torch, "flash_attention_works", lambda query: True)
-    monkeypatch.setattr(compat_torch, "flash_attention", flash.forward)
-    monkeypatch.setattr(compat_torch, "flash_attention_backward", flash.backward)
+    monkeypatch.setattr(flash_attention, "kernel_for", lambda *given, causal=True: flash)
     output, logsumexp = attend(query, key, value, segments, RULES[rule])
     found = attend_backward(grad, query, key, value, output, logsumexp, segments, RULES[rule])
 
@@ -160,8 +167,7 @@ def test_parts_of_flash_attention_make_up_the_whole_on_a_fake_kernel(
 def test_a_group_is_two_calls_whatever_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a fake kernel: the keys of the prompt are read once, by all samples together."""
     flash = TorchFlash()
-    monkeypatch.setattr(compat_torch, "flash_attention_works", lambda query: True)
-    monkeypatch.setattr(compat_torch, "flash_attention", flash.forward)
+    monkeypatch.setattr(flash_attention, "kernel_for", lambda *given, causal=True: flash)
     segments = Segments((7, 3, 3, 5, 4, 2), CPU, parents=(NO_PARENT, 0, 0, 0, NO_PARENT, 4))
     row = [torch.randn(24, heads, SIZE, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     attend(row[0], row[1], row[2], segments, RULES["plain"])

@@ -15,7 +15,8 @@ import pytest
 import torch
 from tinker_local.backend.tiny_models.make_models import make_tiny_text_model
 from tinker_local.backend.tiny_models.text_families import QWEN3_5_SHAPE
-from tinker_local.backend.training.model.attention import AttentionRule, attend, attend_backward
+from tinker_local.backend.training.model.attention import attend, attend_backward
+from tinker_local.backend.training.model.attention_rule import AttentionRule
 from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.parallel.joined_ranks import GONE, JoinedRowRanks
 from tinker_local.backend.training.parallel.shared_rows import RowLeftError, RowRanks, SharedRow, share

@@ -2,7 +2,7 @@
 
 Sliding windows, soft caps and sinks are part of the rule; positions of an image may see all of it. Where sequences
 begin alike (`segments.py`), scores are with the keys of all of a segment's path, in one softmax; flash attention, which
-cannot have them all at once, computes it in parts (`forked_attention.py`).
+cannot have them all at once, computes it in parts (`fused_attention.py`).
 
 Legend: T positions, N query heads, M key-value heads (N is a multiple of M), D head size, B segments of one length with
 paths of one length.
@@ -10,33 +10,12 @@ paths of one length.
 Of a row that several ranks share, queries, keys, values, outputs and gradients are those of this rank's positions."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from tinker_local.backend.training.kernels import compat_torch
-from tinker_local.backend.training.model.forked_attention import attend_flash, attend_flash_backward
+from tinker_local.backend.training.model.attention_rule import AttentionRule
+from tinker_local.backend.training.model.fused_attention import attend_fused, attend_fused_backward
 from tinker_local.backend.training.model.segments import Run, Segments, wide_dtype
-from tinker_local.backend.training.parallel.shared_rows import SharedRow
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionRule:
-    """How scores become weights: softmax(scaling q k), with extensions in some families.
-
-    `window`: a position attends to itself and the `window` - 1 positions before it (None: all before it). `softcap` c:
-    scores become c tanh(score / c) (arXiv 2408.00118). `sinks` [N]: one frozen logit per head that takes a share of the
-    softmax but has no value (arXiv 2309.17453).
-    """
-
-    scaling: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-
-    def of_heads(self, shared: SharedRow) -> "AttentionRule":
-        """The rule for this rank's heads."""
-        ranks = shared.ranks
-        return self if self.sinks is None else replace(self, sinks=self.sinks.chunk(ranks.size)[ranks.rank])
 
 
 def attend(
@@ -51,9 +30,8 @@ def attend(
         query, key, value = shared.to_heads(query, key, value)
         output, logsumexp = attend(query, key, value, segments.gathered, rule.of_heads(shared))
         return shared.to_rows(output)[0], logsumexp
-    if rule.softcap is None and not segments.images and compat_torch.flash_attention_works(query):
-        output, logsumexp = attend_flash(query, key, value, segments, rule.scaling, rule.window)
-        return (output, logsumexp) if rule.sinks is None else _with_sinks(output, logsumexp, rule.sinks)
+    if not segments.images and (found := attend_fused(query, key, value, segments, rule)) is not None:
+        return found  # no fused kernel lets images see all of themselves
     if _is_plain(rule, segments):
         outputs = [_run_attention(query, key, value, run, rule.scaling) for run in segments.runs]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)), None
@@ -84,8 +62,7 @@ def attend_backward(
         grad_query, grad_key, grad_value = shared.to_rows(*found)
         return grad_query, grad_key, grad_value
     if logsumexp is not None:
-        # Output and logsumexp include the sinks, so the kernel recomputes the right weights and gradients from them.
-        return attend_flash_backward(grad, query, key, value, output, logsumexp, segments, rule.scaling, rule.window)
+        return attend_fused_backward(grad, query, key, value, output, logsumexp, segments, rule)
     if _is_plain(rule, segments):
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
@@ -108,15 +85,6 @@ def _is_plain(rule: AttentionRule, segments: Segments) -> bool:
     """Whether `rule` reduces to causal softmax attention for these segments."""
     within = rule.window is None or rule.window >= segments.longest
     return within and rule.softcap is None and rule.sinks is None and not segments.images
-
-
-def _with_sinks(
-    output: torch.Tensor, logsumexp: torch.Tensor, sinks: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add `sinks` [N] to the softmax behind `output` [T, N, D] and `logsumexp` [N, T]."""
-    with_sink = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype)[:, None])
-    share = torch.exp(logsumexp - with_sink).T[..., None]
-    return output * share.to(output.dtype), with_sink
 
 
 def _run_attention(

@@ -75,8 +75,9 @@ class Decoder(Protocol):
         """Hidden states of `row` with the adapters of `lora`. `policy`: what each layer keeps for the backward (None:
         no backward follows). Enters every layer of `walk` before it reads its weights, also in the backward."""
 
-    def memory(self, tokens: int, columns: int) -> ActivationMemory:
-        """The memory that activations of `tokens` take. `columns`: total rank of the adapters, R."""
+    def memory(self, tokens: int, columns: int, keys: float = 0) -> ActivationMemory:
+        """The memory that activations of `tokens` take. `columns`: total rank of the adapters, R. `keys`: how many each
+        position sees, on average, which decides what is kept first."""
 
     def rotations(self, layers: Sequence[int] | None, position_ids: torch.Tensor) -> Rotations:
         """What attention of `layers` (None: of all that have any) gets at `position_ids`, as in `PackedRow`. Reads no

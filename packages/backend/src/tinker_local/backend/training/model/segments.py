@@ -163,14 +163,14 @@ class Segments:
             most = count if keys == length else max(1, MOST_KEYS // keys)
             for first in range(at, at + count, most):
                 some = range(first, min(first + most, at + count))
-                rows = None if keys == length else np.concatenate([self._path_rows(segment) for segment in some])
+                rows = None if keys == length else np.concatenate([self.path_rows(segment) for segment in some])
                 on_device = None if rows is None else to_device(rows, self.device)
                 runs.append(Run(start, len(some), length, keys, on_device))
                 start = runs[-1].stop
             at += count
         return tuple(runs)
 
-    def _path_rows(self, segment: int, last: int | None = None) -> Int64Array:
+    def path_rows(self, segment: int, last: int | None = None) -> Int64Array:
         """The positions in the row of the path of `segment`; of those before it the `last` alone."""
         own = [np.arange(self.starts[each], self.starts[each] + self.lengths[each]) for each in self.path(segment)]
         before = np.concatenate([np.empty(0, np.int64), *own[:-1]])
@@ -185,6 +185,8 @@ class Segments:
     def levels(self) -> tuple[Call, ...]:
         """What segments with parents see of their paths: at each depth, all that goes on from a segment sees all of
         it."""
+        for segment, parent in enumerate(self.parents):
+            assert parent == NO_PARENT or parent in self.path(segment - 1), "what goes on from a segment follows it"
         depths = [len(self.path(segment)) - 1 for segment in range(len(self.lengths))]
         ends = [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
         last = list(ends)  # where all that goes on from a segment ends, which follows it
@@ -211,8 +213,8 @@ class Segments:
         ends = np.cumsum(sizes)
         for _, group in itertools.groupby(range(len(sizes)), lambda segment: (ends[segment] - 1) // MOST_KEYS):
             some = list(group)
-            rows = np.concatenate([self._path_rows(segment, 0) for segment in some])
-            keys = np.concatenate([self._path_rows(segment, window - 1) for segment in some])
+            rows = np.concatenate([self.path_rows(segment, 0) for segment in some])
+            keys = np.concatenate([self.path_rows(segment, window - 1) for segment in some])
             bounds = Bounds.of([self.lengths[at] for at in some], [sizes[at] for at in some], self.device)
             yield Call(to_device(rows, self.device), to_device(keys, self.device), bounds)
 
@@ -232,6 +234,15 @@ class Segments:
     def _places(self) -> Iterator[npt.NDArray[np.int64]]:
         for before, length in zip(self.before, self.lengths, strict=True):
             yield np.arange(before, before + length)
+
+    @cached_property
+    def keys_seen(self) -> float:
+        """How many positions each position sees, itself included, on average."""
+        pairs = sum(
+            length * before + length * (length + 1) // 2
+            for length, before in zip(self.lengths, self.before, strict=True)
+        )
+        return pairs / sum(self.lengths)
 
     @cached_property
     def longest(self) -> int:

@@ -142,7 +142,8 @@ class MicroBatchRunner:
         groups = batch.trained() if gradient else []
         # By the whole row, since all of its ranks must do the same.
         through_decoder = any(group != HEAD_GROUP for group in groups) or (gradient and bool(packed.own_images))
-        done = self._decoder.forward(row, batch, self._policy(part, batch) if through_decoder else None, walk)
+        policy = self._policy(part, batch, row.segments.keys_seen) if through_decoder else None
+        done = self._decoder.forward(row, batch, policy, walk)
         if tower is None:
             del row
 
@@ -217,9 +218,9 @@ class MicroBatchRunner:
         assert self._loaded.tower is not None, "images for a text model are refused before they are packed"
         return self._loaded.tower.encode(images)
 
-    def _policy(self, part: Part, batch: LoraBatch) -> RecomputePolicy:
-        """Choose what each layer keeps, alike on all ranks that share the row. Reserves the head's logits, which exist
-        while activations are kept."""
+    def _policy(self, part: Part, batch: LoraBatch, keys: float) -> RecomputePolicy:
+        """Choose what each layer keeps, alike on all ranks that share the row. `keys`: see `Decoder.memory`. Reserves
+        the head's logits, which exist while activations are kept."""
         budget, free = self.activation_bytes, free_bytes(self._loaded.device)
         positions = max(part.shared.counts)
         if free is not None:
@@ -228,7 +229,7 @@ class MicroBatchRunner:
             budget = self._row_ranks.least(max(0, min(free, usual if budget is None else budget)))
         if budget is not None:
             budget -= positions * self._copied_bytes(part)
-        return self._decoder.memory(positions, batch.columns).policy(budget)
+        return self._decoder.memory(positions, batch.columns, keys).policy(budget)
 
     def _copied_bytes(self, part: Part) -> int:
         """Of each position, what attention takes besides what `Decoder.memory` counts."""

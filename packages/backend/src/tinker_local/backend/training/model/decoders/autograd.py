@@ -128,8 +128,9 @@ class AutogradDecoder:
             root = _Gradient.apply(hidden, grad_hidden)
         return AutogradPass(self, run, embeds, root, grad_hidden, hidden.detach())
 
-    def memory(self, tokens: int, columns: int) -> ActivationMemory:
-        """Extrapolate from a measurement on few tokens; a layer's backward takes about what its forward keeps."""
+    def memory(self, tokens: int, columns: int, keys: float = 0) -> ActivationMemory:
+        """Extrapolate from a measurement on few tokens; a layer's backward takes about what its forward keeps. A layer
+        keeps its input alone, or all, whatever `keys` there are."""
         per_token = self._bytes_per_token
         inputs = tokens * self._modules.config.hidden_size * self._dtype.itemsize
         layers = [LayerMemory(tokens * (layer + 7 * columns * self._dtype.itemsize), 0) for layer in per_token]
