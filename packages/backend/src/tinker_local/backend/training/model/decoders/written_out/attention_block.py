@@ -156,10 +156,9 @@ class AttentionPass:
         self._attend()
         if block.after is not None:
             return block.after.add(self.context.kernels, self.x, self._update())
-        self.h_output, y = project_onto(
-            self.x, self._gated(), block.output, lora.group("attention.output", block.index)
-        )
-        return y if block.output_bias is None else y.add_(block.output_bias)
+        low_rank = lora.group("attention.output", block.index)
+        self.h_output, y = project_onto(self.x, self._gated(), block.output, low_rank, block.output_bias)
+        return y
 
     def drop_large(self) -> None:
         """Drop nothing: no activation of attention is cheap to recompute."""
