@@ -1,6 +1,7 @@
 """Attention on rows where sequences share their beginning, against each sequence alone, in float64."""
 
 import itertools
+import sys
 from typing import Any
 
 import pytest
@@ -29,9 +30,17 @@ FORESTS = {
 }
 
 
+def path_of(segments: Segments, segment: int) -> list[int]:
+    """The segments from a root to `segment`."""
+    found = [segment]
+    while segments.parents and (parent := segments.parents[found[0]]) != NO_PARENT:
+        found.insert(0, parent)
+    return found
+
+
 def rows_of(segments: Segments, segment: int) -> torch.Tensor:
     """The positions in the row of the sequence that ends with `segment`."""
-    path = segments.path(segment)
+    path = path_of(segments, segment)
     return torch.cat([torch.arange(segments.starts[at], segments.starts[at] + segments.lengths[at]) for at in path])
 
 
@@ -181,3 +190,24 @@ def test_without_parents_keys_are_the_row_itself() -> None:
     row = torch.randn(7, 2, 4)
     assert all(run.keys_of(row)._base is row for run in segments.runs)
     assert segments.levels == ()
+
+
+def test_a_conversation_of_two_thousand_forks_is_laid_out_at_once() -> None:
+    """Each turn forks from the one before: nothing walks through all of its ancestors in Python."""
+    turns = 2000
+    lengths = (1,) * (2 * turns)
+    parents = (NO_PARENT, *(at - 1 if at % 2 else at - 2 for at in range(1, 2 * turns)))
+    segments = Segments(lengths, CPU, parents=parents)
+    calls = 0
+
+    def counted(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(counted)
+    try:
+        keys = sum(len(call.key_rows) for call in segments.within(5))
+    finally:
+        sys.setprofile(None)
+    assert keys == sum(min(5, place) for place in segments.key_lengths)
+    assert calls < 200 * turns

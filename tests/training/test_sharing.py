@@ -13,6 +13,8 @@ from tinker_local.backend.training.run.packing import Item, in_order, pack, row_
 from tinker_local.backend.training.run.sharing import places_of, shared_prefixes
 from tinker_local.backend.training.trainer import TrainDatum
 
+from tests.training.test_attention_of_forks import path_of
+
 TOKENS = st.lists(st.lists(st.integers(3, 5), min_size=1, max_size=9), min_size=1, max_size=12)
 
 
@@ -42,7 +44,7 @@ def check_row(items: list[Item], row: Any, places: Any) -> None:
     for item, rows in zip(items, places.rows, strict=True):
         np.testing.assert_array_equal(row[rows], item.datum.input.token_ids)
         last = int(np.searchsorted(ends, rows[-1], side="right"))
-        path = [np.arange(segments.starts[at], ends[at]) for at in segments.path(last)]
+        path = [np.arange(segments.starts[at], ends[at]) for at in path_of(segments, last)]
         np.testing.assert_array_equal(np.concatenate(path)[: len(rows)], rows)
 
 
