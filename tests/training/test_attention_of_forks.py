@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tinker_local.backend.training.kernels import compat_torch
+from tinker_local.backend.training.model import attention
 from tinker_local.backend.training.model.attention import AttentionRule, attend, attend_backward
 from tinker_local.backend.training.model.segments import NO_PARENT, Bounds, Segments
 
@@ -211,3 +212,22 @@ def test_a_conversation_of_two_thousand_forks_is_laid_out_at_once() -> None:
         sys.setprofile(None)
     assert keys == sum(min(5, place) for place in segments.key_lengths)
     assert calls < 200 * turns
+
+
+def test_the_mask_of_a_long_fork_is_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork of 16,000 positions after a prompt of 16,000 would have half a billion at once."""
+    monkeypatch.setattr(attention, "SCORES", 40 * HEADS)
+    masks, attention_of = [], torch.nn.functional.scaled_dot_product_attention
+
+    def recorded(query: Any, key: Any, value: Any, mask: Any, **options: Any) -> torch.Tensor:
+        if mask is not None:
+            masks.append(mask.numel())
+        found: torch.Tensor = attention_of(query, key, value, mask, **options)
+        return found
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+    segments = Segments((10, 9, 9), CPU, parents=(NO_PARENT, 0, 0))
+    query, key, value = (torch.randn(28, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    attend(query, key, value, segments, RULES["plain"])
+    assert len(masks) > 1
+    assert max(masks) <= 40
