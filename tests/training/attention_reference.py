@@ -31,8 +31,9 @@ def reference(
 
     groups = key.shape[1]
     queries, grads = (x.to(wide).unflatten(1, (groups, -1)) for x in (query, grad))
-    path_rows = np.concatenate([segments.path_rows(segment) for segment in range(len(segments.lengths))])
-    places = torch.from_numpy(path_rows).to(query.device)
+    own = zip(segments.rows_before(), segments.starts, segments.lengths, strict=True)
+    path_rows = [np.concatenate([before, np.arange(start, start + length)]) for before, start, length in own]
+    places = torch.from_numpy(np.concatenate(path_rows)).to(query.device)
     keys, values = (x[places].to(wide) for x in (key, value))
     output, grad_query = torch.zeros_like(queries), torch.zeros_like(queries)
     grad_key, grad_value = torch.zeros_like(keys), torch.zeros_like(values)

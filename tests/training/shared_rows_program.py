@@ -160,7 +160,8 @@ def two(folder: Path, ranks: Ranks) -> dict[str, Any]:
         seen[label] = run(trainer, images=label.startswith("image"))
     make = Maker(np.random.default_rng(0))
     of_works = items_of([(0, make.work("a", [50, 60, 40, 2]))])  # micro-batches may have 64 positions on each rank
-    seen["rounds"] = [[[item.length for item in items] for items in each] for each in trainer._passes._rounds(of_works)]
+    planned = trainer._passes._rounds(of_works, beyond=True)
+    seen["rounds"] = [[[item.length for item in items] for items in each] for each in planned]
     seen["tower"] = of_tower(folder, ranks, 2)
     seen["whole data"] = of_whole_data(folder, ranks, 2)
     seen["one KV head"] = refusal(

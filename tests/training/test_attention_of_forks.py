@@ -1,12 +1,14 @@
 """Attention on rows where sequences share their beginning, against each sequence alone, in float64."""
 
 import itertools
+import sys
 from typing import Any
 
 import pytest
 import torch
 from tinker_local.backend.training.kernels import flash_attention
 from tinker_local.backend.training.kernels.flash_attention import with_sinks
+from tinker_local.backend.training.model import attention
 from tinker_local.backend.training.model.attention import attend, attend_backward
 from tinker_local.backend.training.model.attention_rule import AttentionRule
 from tinker_local.backend.training.model.segments import NO_PARENT, Bounds, Segments
@@ -31,9 +33,17 @@ FORESTS = {
 }
 
 
+def path_of(segments: Segments, segment: int) -> list[int]:
+    """The segments from a root to `segment`."""
+    found = [segment]
+    while segments.parents and (parent := segments.parents[found[0]]) != NO_PARENT:
+        found.insert(0, parent)
+    return found
+
+
 def rows_of(segments: Segments, segment: int) -> torch.Tensor:
     """The positions in the row of the sequence that ends with `segment`."""
-    path = segments.path(segment)
+    path = path_of(segments, segment)
     return torch.cat([torch.arange(segments.starts[at], segments.starts[at] + segments.lengths[at]) for at in path])
 
 
@@ -187,3 +197,43 @@ def test_without_parents_keys_are_the_row_itself() -> None:
     row = torch.randn(7, 2, 4)
     assert all(run.keys_of(row)._base is row for run in segments.runs)
     assert segments.levels == ()
+
+
+def test_a_conversation_of_two_thousand_forks_is_laid_out_at_once() -> None:
+    """Each turn forks from the one before: nothing walks through all of its ancestors in Python."""
+    turns = 2000
+    lengths = (1,) * (2 * turns)
+    parents = (NO_PARENT, *(at - 1 if at % 2 else at - 2 for at in range(1, 2 * turns)))
+    segments = Segments(lengths, CPU, parents=parents)
+    calls = 0
+
+    def counted(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(counted)
+    try:
+        keys = sum(len(call.key_rows) for call in segments.within(5))
+    finally:
+        sys.setprofile(None)
+    assert keys == sum(min(5, place) for place in segments.key_lengths)
+    assert calls < 200 * turns
+
+
+def test_the_mask_of_a_long_fork_is_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork of 16,000 positions after a prompt of 16,000 would have half a billion at once."""
+    monkeypatch.setattr(attention, "SCORES", 40 * HEADS)
+    masks, attention_of = [], torch.nn.functional.scaled_dot_product_attention
+
+    def recorded(query: Any, key: Any, value: Any, mask: Any, **options: Any) -> torch.Tensor:
+        if mask is not None:
+            masks.append(mask.numel())
+        found: torch.Tensor = attention_of(query, key, value, mask, **options)
+        return found
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+    segments = Segments((10, 9, 9), CPU, parents=(NO_PARENT, 0, 0))
+    query, key, value = (torch.randn(28, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    attend(query, key, value, segments, RULES["plain"])
+    assert len(masks) > 1
+    assert max(masks) <= 40

@@ -22,7 +22,7 @@ from tinker_local.backend.training.model.segments import NO_PARENT, Segments
 from tinker_local.backend.training.parallel.shared_rows import RowRanks, SharedRow, share
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.training.test_attention_of_forks import rows_of
+from tests.training.test_attention_of_forks import path_of, rows_of
 from tests.training.test_delta_rule import CPU, VALUE_HEADS, VALUE_SIZE, made
 from tests.training.test_live_memory import Live
 from tests.training.test_shared_rows import ThreadRanks
@@ -140,7 +140,7 @@ def test_kernels_get_the_states_of_one_level_for_the_next_on_fakes(
     fake = FakeOfFla()
     monkeypatch.setattr(delta_rule, "_kernels", lambda _: fake)
     output = mix(inputs, segments, rule)
-    depths = [len(segments.path(segment)) for segment in range(len(lengths))]
+    depths = [len(path_of(segments, segment)) for segment in range(len(lengths))]
     levels = max(depths)
     assert fake.calls == [(depths.count(1 + at), at > 0, at < levels - 1) for at in range(levels)]
     assert_same((output, [*mix_backward(grad, inputs, segments, rule)]), wanted)

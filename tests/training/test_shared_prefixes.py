@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tinker_local.backend.families import FAMILIES
 from tinker_local.backend.rendering.rendered_input import ImagePlacement
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
+from tinker_local.backend.training.kernels.delta_segments import Chunks
 from tinker_local.backend.training.losses import LOSSES, loss_of
 from tinker_local.backend.training.run import packing
 from tinker_local.backend.training.run.worker import HFTrainer
@@ -177,3 +179,50 @@ def test_a_request_that_fails_names_its_own_position(pair: Any, make: Any) -> No
     shared, alone = (two.results(share, [work("a", data, "ppo")])[0] for share in (True, False))
     for error in (shared, alone):
         assert f"data[2]: the loss is not finite at position {PROMPT + 1}" in str(error)
+
+
+@pytest.mark.parametrize("most", [0, 1, 30, 50])
+def test_a_group_in_too_little_memory_is_tried_in_smaller_rows(
+    most: int, pair: Any, make: Any, gradients: Any, assert_close: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt longer than a micro-batch, turns that begin with one another, and many equal data. Where memory has
+    room for `most` positions, what is longer fails its request, and no row is tried without end."""
+    prompt = make.input(40)
+    data = [*make.group(prompt, (0, 3, 3, 1)), *make.group(make.input(9), (0, 0, 0))]
+    turn = data[1].input
+    data += [replace(make.datum(length), input=replace(turn, token_ids=turn.token_ids[:length])) for length in (20, 30)]
+    two = pair(micro_batch_tokens=16)
+    two.check([work("a", data)], gradients, assert_close, fewer=3.0)
+
+    run, tried = two.trainers[True]._runner.run, []
+
+    def limited(packed: Any, *given: Any, **options: Any) -> Any:
+        tried.append(len(packed.token_ids))
+        assert len(tried) < 60
+        if tried[-1] > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(packed, *given, **options)
+
+    monkeypatch.setattr(two.trainers[True]._runner, "run", limited)
+    result = two.results(True, [work("a", data)])[0]
+    if most >= 50:
+        assert not isinstance(result, Exception)
+    else:
+        assert "positions do not fit in the trainer's memory" in str(result)
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_rows_of_short_answers_keep_to_the_plan_of_linear_attention(
+    decoder: str, pair: Any, make: Any, gradients: Any, assert_close: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer of one token takes a chunk: no row has many times as many positions in chunks as it may have."""
+    spread, positions = Chunks.spread, []
+
+    def counted(chunks: Chunks, x: Any) -> Any:
+        positions.append(sum(chunks.alive) * chunks.size)
+        return spread(chunks, x)
+
+    two = pair("qwen3_5_text", decoder=decoder, micro_batch_tokens=256)
+    monkeypatch.setattr(Chunks, "spread", counted)
+    two.check([work("a", make.group(make.input(70), (1,) * 12))], gradients, assert_close, fewer=2.0)
+    assert max(positions) <= 2 * 256

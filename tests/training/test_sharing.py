@@ -5,13 +5,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tinker_local.backend.training.kernels.delta_segments import CHUNK, Chunks
 from tinker_local.backend.training.model.segments import NO_PARENT, Segments
 from tinker_local.backend.training.run import sharing
-from tinker_local.backend.training.run.packing import Item, in_order, pack, row_length, split
+from tinker_local.backend.training.run.packing import Item, Limits, in_order, pack, row_length, split
 from tinker_local.backend.training.run.sharing import places_of, shared_prefixes
 from tinker_local.backend.training.trainer import TrainDatum
+
+from tests.training.test_attention_of_forks import path_of
 
 TOKENS = st.lists(st.lists(st.integers(3, 5), min_size=1, max_size=9), min_size=1, max_size=12)
 
@@ -42,7 +46,7 @@ def check_row(items: list[Item], row: Any, places: Any) -> None:
     for item, rows in zip(items, places.rows, strict=True):
         np.testing.assert_array_equal(row[rows], item.datum.input.token_ids)
         last = int(np.searchsorted(ends, rows[-1], side="right"))
-        path = [np.arange(segments.starts[at], ends[at]) for at in segments.path(last)]
+        path = [np.arange(segments.starts[at], ends[at]) for at in path_of(segments, last)]
         np.testing.assert_array_equal(np.concatenate(path)[: len(rows)], rows)
 
 
@@ -64,7 +68,7 @@ def test_micro_batches_of_shared_data_keep_the_budget_and_have_all(tokens: list[
     from tests.training.conftest import Maker
 
     items = items_of_tokens(Maker(np.random.default_rng(0)), tokens)
-    batches = split(items, budget, {None: 0})
+    batches = split(items, Limits(budget), {None: 0})
     assert list(itertools.chain(*batches)) == items
     for batch in batches:
         packed = pack(batch, 100)
@@ -124,5 +128,44 @@ def test_another_request_or_adapter_shares_nothing(make: Any) -> None:
 
 def test_micro_batches_end_between_groups_if_they_do_not_become_more(make: Any) -> None:
     groups = [[[*range(start, start + 10), end] for end in (50, 51, 52)] for start in (3, 20)]
-    batches = split(items_of_tokens(make, [*groups[0], *groups[1]]), 24, {None: 0})
+    batches = split(items_of_tokens(make, [*groups[0], *groups[1]]), Limits(24), {None: 0})
     assert [row_length(batch) for batch in batches] == [13, 13]
+
+
+def test_a_prompt_longer_than_a_micro_batch_is_computed_once(make: Any) -> None:
+    """The row of its longest datum is needed anyway; more than a quarter does not go beside it."""
+    prompt = list(range(3, 103))
+    items = items_of_tokens(make, [[*prompt, end] for end in range(50, 90)])
+    assert [len(batch) for batch in split(items, Limits(40, beyond=True), {None: 0})] == [26, 14]
+    assert [len(batch) for batch in split(items, Limits(8, beyond=True), {None: 0})] == [9, 9, 9, 9, 4]
+    assert all(len(batch) == 1 for batch in split(items, Limits(40), {None: 0}))
+
+
+def test_turns_of_a_long_conversation_are_one_row(make: Any) -> None:
+    whole = list(range(3, 103))
+    items = items_of_tokens(make, [whole[:length] for length in (10, 30, 60, 80, 100)])
+    assert [row_length(batch) for batch in split(items, Limits(20, beyond=True), {None: 0})] == [100]
+
+
+@given(TOKENS, st.integers(1, 20), st.integers(1, 8))
+def test_no_row_is_longer_than_its_group_allows(tokens: list[list[int]], budget: int, least: int) -> None:
+    from tests.training.conftest import Maker
+
+    items = items_of_tokens(Maker(np.random.default_rng(0)), tokens)
+    batches = split(items, Limits(budget, least, beyond=True), {None: 0})
+    assert list(itertools.chain(*batches)) == items
+    longest = max(item.length for item in items)
+    for batch in batches:
+        most = max(budget, longest + min(budget, longest // 4))
+        assert len(batch) == 1 or row_length(batch, least) <= most
+
+
+def test_short_segments_count_as_the_memory_that_they_take(make: Any) -> None:
+    """Linear attention has whole chunks, of 64 positions, for each segment."""
+    items = items_of_tokens(make, [[*range(3, 93), end] for end in range(3, 43)])
+    batches = split(items, Limits(91 + 5 * 64, CHUNK), {None: 0})
+    assert [len(batch) for batch in batches] == [6] * 6 + [4]
+    for batch in batches:
+        places = pack(batch, 100).places
+        chunks = Chunks.of(places.lengths, places.parents, torch.device("cpu"))
+        assert sum(chunks.alive) * chunks.size <= 91 + 5 * 64 + 2 * CHUNK

@@ -103,15 +103,15 @@ class Beginnings:
         """Of segments of these `lengths` and `parents`, at least one of which is not `NO_PARENT`, for `width` taps."""
         row = Segments(lengths, device, parents=parents)
         reach = max(1, width - 1)
+        before = row.rows_before(reach)
         rows, kept, parts = [], [], []
         for segment, parent in enumerate(parents):
             if parent == NO_PARENT:
                 continue
             start = row.starts[segment]
             own = np.arange(start, start + min(reach, lengths[segment]))
-            seen = _before(row, segment, reach)
-            rows.append(np.concatenate([seen, own]))
-            kept.append(np.repeat([False, True], [len(seen), len(own)]))
+            rows.append(np.concatenate([before[segment], own]))
+            kept.append(np.repeat([False, True], [len(before[segment]), len(own)]))
             parts.append(len(rows[-1]))
         together, is_kept = np.concatenate(rows), np.concatenate(kept)
         read, copies = np.unique(together, return_inverse=True)
@@ -125,16 +125,6 @@ class Beginnings:
         copies = x.index_select(0, self.read).to(wide_dtype(x)).index_select(0, self.copies).to(x.dtype)
         beginnings = convolve(copies, taps, self.segments).index_select(0, self.kept)
         return convolve(x, taps, self.alone).index_copy(0, self.places, beginnings)
-
-
-def _before(row: Segments, segment: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The last `count` positions of the path before `segment`, or all if these are fewer."""
-    found, parent = np.empty(0, np.int64), row.parents[segment]
-    while parent != NO_PARENT and len(found) < count:
-        stop = row.starts[parent] + row.lengths[parent]
-        start = max(row.starts[parent], stop - (count - len(found)))
-        found, parent = np.concatenate([np.arange(start, stop), found]), row.parents[parent]
-    return found
 
 
 class FlaBounds(NamedTuple):

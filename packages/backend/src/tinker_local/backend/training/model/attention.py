@@ -91,14 +91,27 @@ def _run_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run, scaling: float
 ) -> torch.Tensor:
     """Attention of one run's segments as a batch, [count * length, N, D]."""
-    batched = [each.transpose(1, 2) for each in (run.queries_of(query), run.keys_of(key), run.keys_of(value))]
-    seen = None
-    if run.before:  # torch lets the first query see the first key alone, where shapes differ
-        seen = torch.ones(run.length, run.key_length, dtype=torch.bool, device=query.device).tril(run.before)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        *batched, seen, is_causal=seen is None, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    queries, keys, values = (
+        each.transpose(1, 2) for each in (run.queries_of(query), run.keys_of(key), run.keys_of(value))
     )
-    return output.transpose(1, 2).flatten(0, 1)
+    portions = _portions_of(run, query.shape[1]) if run.before else [(0, run.length)]
+    outputs: list[torch.Tensor] = []
+    for start, stop in portions:
+        last, seen = run.before + stop, None
+        if run.before:  # torch lets the first query see the first key alone, where shapes differ
+            seen = torch.ones(stop - start, last, dtype=torch.bool, device=query.device).tril(run.before + start)
+        outputs.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                queries[:, :, start:stop],
+                keys[:, :, :last],
+                values[:, :, :last],
+                seen,
+                is_causal=seen is None,
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            ).transpose(1, 2)
+        )
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)).flatten(0, 1)
 
 
 SCORES = 2**26
@@ -184,9 +197,7 @@ def _portions(
     """Split the queries of `run`, of `query` [T, N, D], so that the scores of each portion stay below `SCORES`. `key`,
     `value` [B, keys, M, D]: those of the run."""
     groups = key.shape[2]
-    size = max(1, SCORES // (run.count * query.shape[1] * run.key_length))
-    for start in range(0, run.length, size):
-        stop = min(run.length, start + size)
+    for start, stop in _portions_of(run, query.shape[1]):
         first = 0 if rule.window is None else max(0, run.before + start - rule.window + 1)
         last, horizon = run.before + stop, None
         if segments.images:
@@ -203,6 +214,13 @@ def _portions(
             _grouped(key, first, last, groups),
             _grouped(value, first, last, groups),
         )
+
+
+def _portions_of(run: Run, heads: int) -> Iterator[tuple[int, int]]:
+    """Ranges of the queries of each segment of `run` that have at most `SCORES` scores together."""
+    size = max(1, SCORES // (run.count * heads * run.key_length))
+    for start in range(0, run.length, size):
+        yield start, min(run.length, start + size)
 
 
 def _grouped(of_run: torch.Tensor, start: int, stop: int, groups: int) -> torch.Tensor:

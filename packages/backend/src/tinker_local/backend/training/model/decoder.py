@@ -61,9 +61,11 @@ class DecoderPass(Protocol):
 
 
 class Decoder(Protocol):
-    """The layers of one base model, with frozen weights. Stateless between calls. `name`: as `--decoder` has it."""
+    """The layers of one base model, with frozen weights. Stateless between calls. `name`: as `--decoder` has it.
+    `least_segment`: how many positions a shorter segment takes the memory of, in a row with segments as long."""
 
     name: DecoderName
+    least_segment: int
 
     @property
     def targets(self) -> Sequence[Target]:

@@ -9,7 +9,7 @@ the positions of its path, which its own positions may attend to.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -144,18 +144,22 @@ class Segments:
         """How many positions the path of each segment has, its own at the end."""
         return tuple(before + length for before, length in zip(self.before, self.lengths, strict=True))
 
-    def path(self, segment: int) -> tuple[int, ...]:
-        """The segments from a root to `segment`."""
-        found = [segment]
-        while self.parents and (parent := self.parents[found[-1]]) != NO_PARENT:
-            found.append(parent)
-        return tuple(reversed(found))
+    def rows_before(self, last: int | None = None) -> list[Int64Array]:
+        """For each segment the positions in the row of its path before it, or the `last` of them. Segments with one
+        parent have one array."""
+        after = {NO_PARENT: np.empty(0, np.int64)}
+        parents = self.parents or (NO_PARENT,) * len(self.lengths)
+        for parent in sorted({*parents} - {NO_PARENT}):
+            rows = np.concatenate([after[parents[parent]], self._rows(parent)])
+            after[parent] = rows if last is None else rows[max(0, len(rows) - last) :]
+        return [after[parent] for parent in parents]
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         """Adjacent segments of equal length with paths of equal length, grouped so that each group makes one batched
         call."""
         runs: list[Run] = []
+        before = self.rows_before()
         start = at = 0
         sizes = zip(self.lengths, self.key_lengths, strict=True)
         for (length, keys), group in itertools.groupby(sizes):
@@ -163,18 +167,20 @@ class Segments:
             most = count if keys == length else max(1, MOST_KEYS // keys)
             for first in range(at, at + count, most):
                 some = range(first, min(first + most, at + count))
-                rows = None if keys == length else np.concatenate([self.path_rows(segment) for segment in some])
-                on_device = None if rows is None else to_device(rows, self.device)
-                runs.append(Run(start, len(some), length, keys, on_device))
+                key_rows = None if keys == length else self._together(before, some)
+                runs.append(Run(start, len(some), length, keys, key_rows))
                 start = runs[-1].stop
             at += count
         return tuple(runs)
 
-    def path_rows(self, segment: int, last: int | None = None) -> Int64Array:
-        """The positions in the row of the path of `segment`; of those before it the `last` alone."""
-        own = [np.arange(self.starts[each], self.starts[each] + self.lengths[each]) for each in self.path(segment)]
-        before = np.concatenate([np.empty(0, np.int64), *own[:-1]])
-        return np.concatenate([before if last is None else before[max(0, len(before) - last) :], own[-1]])
+    def _rows(self, segment: int) -> Int64Array:
+        """The positions in the row of `segment` itself."""
+        return np.arange(self.starts[segment], self.starts[segment] + self.lengths[segment])
+
+    def _together(self, before: Sequence[Int64Array], some: Iterable[int]) -> torch.Tensor:
+        """The positions in the row of the segments `some`, each after what of its path is `before` it."""
+        parts = itertools.chain.from_iterable((before[segment], self._rows(segment)) for segment in some)
+        return to_device(np.concatenate(list(parts)), self.device)
 
     @cached_property
     def bounds(self) -> Bounds:
@@ -185,19 +191,26 @@ class Segments:
     def levels(self) -> tuple[Call, ...]:
         """What segments with parents see of their paths: at each depth, all that goes on from a segment sees all of
         it."""
-        for segment, parent in enumerate(self.parents):
-            assert parent == NO_PARENT or parent in self.path(segment - 1), "what goes on from a segment follows it"
-        depths = [len(self.path(segment)) - 1 for segment in range(len(self.lengths))]
         ends = [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
         last = list(ends)  # where all that goes on from a segment ends, which follows it
-        for segment in reversed(range(len(self.lengths))):
-            if self.parents and (parent := self.parents[segment]) != NO_PARENT:
+        for segment in reversed(range(len(self.parents))):
+            if (parent := self.parents[segment]) != NO_PARENT:
                 last[parent] = max(last[parent], last[segment])
+        depths: list[int] = []
+        members: dict[int, list[int]] = {}  # by depth, the segments from which something goes on
+        path: list[int] = []
+        for segment, parent in enumerate(self.parents):
+            while path and path[-1] != parent:
+                path.pop()
+            assert path or parent == NO_PARENT, "all that goes on from a segment follows it in the row"
+            path.append(segment)
+            depths.append(0 if parent == NO_PARENT else depths[parent] + 1)
+            if last[segment] > ends[segment]:
+                members.setdefault(depths[-1], []).append(segment)
         calls = []
-        for depth in range(max(depths)):
-            some = [at for at, own in enumerate(depths) if own == depth and last[at] > ends[at]]
+        for _, some in sorted(members.items()):
             rows = np.concatenate([np.arange(ends[at], last[at]) for at in some])
-            keys = np.concatenate([np.arange(self.starts[at], ends[at]) for at in some])
+            keys = np.concatenate([self._rows(at) for at in some])
             bounds = Bounds.of([last[at] - ends[at] for at in some], [self.lengths[at] for at in some], self.device)
             calls.append(Call(to_device(rows, self.device), to_device(keys, self.device), bounds))
         return tuple(calls)
@@ -209,14 +222,15 @@ class Segments:
         return self._within[window]
 
     def _calls_within(self, window: int) -> Iterator[Call]:
-        sizes = [min(before, window - 1) + own for before, own in zip(self.before, self.lengths, strict=True)]
+        before = self.rows_before(window - 1)
+        sizes = [len(reached) + own for reached, own in zip(before, self.lengths, strict=True)]
         ends = np.cumsum(sizes)
         for _, group in itertools.groupby(range(len(sizes)), lambda segment: (ends[segment] - 1) // MOST_KEYS):
             some = list(group)
-            rows = np.concatenate([self.path_rows(segment, 0) for segment in some])
-            keys = np.concatenate([self.path_rows(segment, window - 1) for segment in some])
+            start = self.starts[some[0]]
+            rows = np.arange(start, start + sum(self.lengths[at] for at in some))
             bounds = Bounds.of([self.lengths[at] for at in some], [sizes[at] for at in some], self.device)
-            yield Call(to_device(rows, self.device), to_device(keys, self.device), bounds)
+            yield Call(to_device(rows, self.device), self._together(before, some), bounds)
 
     @cached_property
     def places(self) -> torch.Tensor:

@@ -101,6 +101,11 @@ class MicroBatchRunner:
         """How many images the vision tower has encoded so far."""
         return 0 if self._loaded.tower is None else self._loaded.tower.images_encoded
 
+    @property
+    def least_segment(self) -> int:
+        """See `Decoder.least_segment`."""
+        return self._decoder.least_segment
+
     def columns_of(self, adapter: Adapter) -> int:
         """Of R, the columns of all adapters of a micro-batch."""
         return columns_of(self._groups, adapter.config.rank)
@@ -222,7 +227,10 @@ class MicroBatchRunner:
         """Choose what each layer keeps, alike on all ranks that share the row. `keys`: see `Decoder.memory`. Reserves
         the head's logits, which exist while activations are kept."""
         budget, free = self.activation_bytes, free_bytes(self._loaded.device)
-        positions = max(part.shared.counts)
+        lengths = part.packed.places.lengths
+        least = min(self.least_segment, max(lengths))
+        padded = sum(least - length for length in lengths if length < least)
+        positions = max(part.shared.counts) + -(-padded // self._row_ranks.size)
         if free is not None:
             free = int(_PLANNED_SHARE * free) - self._head.chunk_elements * self._loaded.dtype.itemsize
             usual = self._decoder.memory(self._usual_tokens, batch.columns).everything

@@ -55,9 +55,31 @@ def _shared(group: Iterable[Item]) -> list[Item]:
     return [replace(items[at], shared=shared) for at, shared in order]
 
 
-def row_length(items: Sequence[Item]) -> int:
-    """How many positions a row of `items` has."""
-    return sum(item.length for item in items) - sum(item.shared for item in items[1:])
+def row_length(items: Sequence[Item], least: int = 1) -> int:
+    """How many positions a row of `items` has. What an item adds counts as `least` of them at least."""
+    return sum(_added(item, least, first=not at) for at, item in enumerate(items))
+
+
+def _added(item: Item, least: int, *, first: bool) -> int:
+    """How many positions `item` adds to a row, of which it may be the `first`; if any, `least` at least."""
+    added = item.length - (0 if first else item.shared)
+    return max(added, least) if added else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of a micro-batch. `budget`: its positions, where what an item adds counts as `least` of them at least. `beyond`:
+    whether data of a group may be in one row where one of them alone is longer than that."""
+
+    budget: int
+    least: int = 1
+    beyond: bool = False
+
+    def of_group(self, longest: int) -> int:
+        """Positions of a row that goes on in a group whose longest datum has `longest`. A row of that datum is needed
+        anyway: others may add a quarter of it, and at most the budget. Else a prompt that is longer than the budget
+        would be computed for each datum."""
+        return longest + min(self.budget, longest // 4) if self.beyond and longest > self.budget else self.budget
 
 
 MAX_COLUMNS = 512
@@ -65,8 +87,8 @@ MAX_COLUMNS = 512
 adapters would cost a considerable part of the model itself."""
 
 
-def split(items: Sequence[Item], budget: int, ranks: Mapping[str | None, int]) -> list[list[Item]]:
-    """Split `items` in order into as few micro-batches as possible, of at most `budget` positions and a total rank of
+def split(items: Sequence[Item], limits: Limits, ranks: Mapping[str | None, int]) -> list[list[Item]]:
+    """Split `items` in order into as few micro-batches as possible, within `limits` and of a total rank of at most
     `MAX_COLUMNS`. A longer item, or one of a larger rank, gets its own. `ranks`: of each adapter, whose items are
     adjacent.
 
@@ -74,7 +96,7 @@ def split(items: Sequence[Item], budget: int, ranks: Mapping[str | None, int]) -
     each that it has a part in, and all rows are multiplied by the ranks of all adapters. Else where the next item
     shares nothing: what it shares is computed in each micro-batch once.
     """
-    ends = _furthest_ends(items, budget, ranks)
+    ends = _furthest_ends(items, limits, ranks)
     needed = [0] * (len(items) + 1)  # micro-batches for the items from each on
     for start in reversed(range(len(items))):
         needed[start] = 1 + needed[ends[start]]
@@ -90,9 +112,10 @@ def split(items: Sequence[Item], budget: int, ranks: Mapping[str | None, int]) -
     return batches
 
 
-def _furthest_ends(items: Sequence[Item], budget: int, ranks: Mapping[str | None, int]) -> list[int]:
+def _furthest_ends(items: Sequence[Item], limits: Limits, ranks: Mapping[str | None, int]) -> list[int]:
     """For each item, where a micro-batch that begins with it ends at the latest."""
     ends: list[int] = []
+    most = _most_positions(items, limits)
     length, columns, stop = 0, 0, 0
     held: Counter[str | None] = Counter()
     for start, first in enumerate(items):
@@ -100,17 +123,30 @@ def _furthest_ends(items: Sequence[Item], budget: int, ranks: Mapping[str | None
             item = items[stop]
             wider = 0 if held[item.adapter_id] else ranks[item.adapter_id]
             too_wide = columns and wider and columns + wider > MAX_COLUMNS
-            longer = item.length - (item.shared if stop > start else 0)
-            if stop > start and (length + longer > budget or too_wide):
+            longer = _added(item, limits.least, first=stop == start)
+            if stop > start and (length + longer > most[stop] or too_wide):
                 break
             length, columns, stop = length + longer, columns + wider, stop + 1
             held[item.adapter_id] += 1
         ends.append(stop)
-        length -= first.length - (items[start + 1].shared if stop > start + 1 else 0)
+        length -= _added(first, limits.least, first=True)
+        if stop > start + 1:
+            second = items[start + 1]
+            length += _added(second, limits.least, first=True) - _added(second, limits.least, first=False)
         held[first.adapter_id] -= 1
         if not held[first.adapter_id]:
             columns -= ranks[first.adapter_id]
     return ends
+
+
+def _most_positions(items: Sequence[Item], limits: Limits) -> list[int]:
+    """For each item, how many positions a row may have with it, if others are before it in the row."""
+    starts = [at for at, item in enumerate(items) if not at or not item.shared]
+    found: list[int] = []
+    for start, stop in itertools.pairwise([*starts, len(items)]):
+        of_group = limits.of_group(max(item.length for item in items[start:stop]))
+        found += [limits.budget, *[of_group] * (stop - start - 1)]
+    return found
 
 
 def _adapter_ends(items: Sequence[Item], stop: int) -> bool:
@@ -118,22 +154,23 @@ def _adapter_ends(items: Sequence[Item], stop: int) -> bool:
     return stop == len(items) or items[stop].adapter_id != items[stop - 1].adapter_id
 
 
-def rounds(items: Sequence[Item], budget: int, ranks: Mapping[str | None, int], size: int) -> list[list[list[Item]]]:
+def rounds(items: Sequence[Item], limits: Limits, ranks: Mapping[str | None, int], size: int) -> list[list[list[Item]]]:
     """Split `items` as `split` does, into rounds of one micro-batch for each of `size` trainer ranks, so that the
     largest one is as small as possible in the smallest number of rounds. In the last round, the last ranks may have
     none."""
-    batches = split(items, budget, ranks)
+    batches = split(items, limits, ranks)
     if size > 1 and batches:
         most = -(-len(batches) // size) * size
-        low, high = 1, max(map(row_length, batches))
+        low, high = 1, max(row_length(batch, limits.least) for batch in batches)
         while low < high:
             middle = (low + high) // 2
-            if len(split(items, middle, ranks)) <= most:
+            if len(split(items, replace(limits, budget=middle), ranks)) <= most:
                 high = middle
             else:
                 low = middle + 1
         # A round lasts as long as its largest micro-batch, so those of about one size share it.
-        batches = sorted(split(items, high, ranks), key=lambda batch: -row_length(batch))
+        batches = split(items, replace(limits, budget=high), ranks)
+        batches.sort(key=lambda batch: -row_length(batch, limits.least))
     found = [batches[at : at + size] for at in range(0, len(batches), size)]
     # The largest goes to the first rank and to the last one in turn.
     return [each[::-1] if at % 2 and len(each) == size else each for at, each in enumerate(found)]

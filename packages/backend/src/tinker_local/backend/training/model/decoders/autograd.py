@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from tinker_local.backend.families.family import LoraNames
 from tinker_local.backend.options import DecoderName
+from tinker_local.backend.training.kernels.delta_segments import CHUNK
 from tinker_local.backend.training.lora.lora import Adapter, AdapterSlice, Flag, Target, groups_of, layout
 from tinker_local.backend.training.lora.lora_batch import LoraBatch, LowRank, Parts, project, project_backward
 from tinker_local.backend.training.model.decoder import PackedRow
@@ -86,6 +87,7 @@ class AutogradDecoder:
                 if lora.experts is not None:
                     named = layer.named_modules(prefix=f"{path}.layers.{index}")
                     experts += [(name, module) for name, module in named if is_experts(module)]
+        self.least_segment = CHUNK if deltas else 1
         for linear in self._by_module:
             linear.forward = functools.partial(self._linear, linear, linear.forward)
         for delta in deltas:

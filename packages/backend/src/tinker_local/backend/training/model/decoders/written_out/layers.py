@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tinker_local.backend.options import DecoderName
+from tinker_local.backend.training.kernels.delta_segments import CHUNK
 from tinker_local.backend.training.kernels.kernels import Kernels
 from tinker_local.backend.training.lora.lora import check_distinct
 from tinker_local.backend.training.lora.lora_batch import LoraBatch
@@ -20,6 +21,7 @@ from tinker_local.backend.training.model.decoders.written_out.block import (
     RowContext,
     present,
 )
+from tinker_local.backend.training.model.decoders.written_out.delta_block import DeltaBlock
 from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.rotations import Rotations, rotation
 from tinker_local.backend.training.run.block_memory import attended_bytes, decoder_memory, worth_keeping
@@ -58,6 +60,7 @@ class WrittenOutDecoder:
         self.kinds = kinds
         self.kernels = kernels
         self.targets = [target for layer in layers for block in layer for target in block.targets]
+        self.least_segment = CHUNK if any(isinstance(block, DeltaBlock) for layer in layers for block in layer) else 1
         check_distinct(self.targets)
 
     def forward(
