@@ -34,6 +34,7 @@ def trained(server: Server, data: Any, name: str) -> dict[str, np.ndarray]:
             seen[f"{loss_fn} logprobs"] = np.concatenate(logprobs)
         # With this epsilon a step is as long as the gradient, and not all of its signs.
         metrics = client.optim_step(tinker.AdamParams(learning_rate=0.01, eps=1.0)).result().metrics
+        assert metrics is not None
         assert metrics["grad_norm"] > 1
     client.save_state(name).result()
     (folder,) = (each.parent for each in Path(server.data_dir).rglob("adapter_model.safetensors") if name in str(each))
