@@ -9,7 +9,7 @@ import torch
 from harness.scale import Scale
 from harness.timing import device
 
-from baselines import segments
+from baselines import loop_segments as segments
 from baselines.peft_model import PROJECTIONS, compute_dtype, with_lora
 from baselines.text_loop import TextLoop, Variant
 

@@ -8,7 +8,7 @@ import torch
 from harness.scale import Scale
 from harness.timing import device
 
-from baselines import segments
+from baselines import loop_segments as segments
 from baselines.chunked_head import chunked_cross_entropy
 from baselines.peft_model import adamw, text_model, trained, with_lora
 

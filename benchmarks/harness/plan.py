@@ -52,6 +52,8 @@ MEASUREMENTS = (
     Measurement("images.packed_bf16", "images:baseline", 120, 30, models=("vl",)),
     Measurement("images.ours", "images:ours", 150, 45, models=("vl",)),
     Measurement("images.api", "steps:images", 300, 110, models=("vl",), host="vl"),
+    Measurement("prompts.text", "prompts:text", 240, 120, models=("text",)),
+    Measurement("prompts.pictures", "prompts:pictures", 240, 120, models=("vl",)),
     Measurement("sampling.alone", "sampling:alone", 300, 180, models=("text",)),
     Measurement("sampling.ours", "sampling:ours", 340, 270, models=("text",), host="text"),
     Measurement("steps.text", "steps:text", 240, 40, models=("text",), host="text"),

@@ -4,18 +4,22 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from harness.model_shapes import SHAPES
+from harness.model_shapes import SHAPES, Shape
 from harness.scale import SCALES
 
 from measurements.one_family import write_model
 
 
-def main(scale: str, name: str, layers: str, out: str) -> None:
-    shape, count = SHAPES[name], int(layers)
+def cut(shape: Shape, count: int) -> Shape:
+    """`shape` with its first `count` layers."""
     settings = shape.settings | {"num_hidden_layers": count}
     if "layer_types" in settings:
         settings["layer_types"] = settings["layer_types"][:count]
-    write_model(SCALES[scale], dataclasses.replace(shape, settings=settings), Path(out))
+    return dataclasses.replace(shape, settings=settings)
+
+
+def main(scale: str, name: str, layers: str, out: str) -> None:
+    write_model(SCALES[scale], cut(SHAPES[name], int(layers)), Path(out))
 
 
 if __name__ == "__main__":

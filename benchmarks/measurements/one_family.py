@@ -221,7 +221,7 @@ def linear_attention(scale: Scale, name: str, config: dict[str, Any]) -> None:
     micro-batch, whether it waits for the device, and the kernels' times."""
     import torch
     from tinker_local.backend.training.kernels.delta_rule import DeltaRule, MixInputs, kernels_for, mix, mix_backward
-    from tinker_local.backend.training.model.attention import Segments
+    from tinker_local.backend.training.model.segments import Segments
 
     device, dtype = torch.device(timing.device()), torch.bfloat16 if timing.device() == "cuda" else torch.float32
     heads = config["linear_num_key_heads"], config["linear_num_value_heads"]

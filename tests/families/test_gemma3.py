@@ -114,6 +114,11 @@ def prompt(
     return RenderedInput(np.concatenate([*ids, text(seed + 9, 5)]), tuple(placements))
 
 
+def continued(prompt: RenderedInput, lengths: Sequence[int]) -> list[RenderedInput]:
+    """Samples of these `lengths` of one prompt."""
+    return [RenderedInput(np.concatenate([prompt.token_ids, text(n, n)]), prompt.images) for n in lengths]
+
+
 def datum(input: RenderedInput, seed: int) -> TrainDatum:
     """Random weights, also on images."""
     weights = np.random.default_rng(seed).standard_normal(input.length).astype(np.float32)
@@ -139,6 +144,7 @@ def test_packed_runs_agree_with_transformers_on_each_sequence_alone(
             prompt(trainer, 7, [], first=40),
         ],
     }
+    inputs["a"] += continued(prompt(trainer, 8, [a, c]), (3, 5, 5))  # what they share is in the row once
     inputs["b"].append(RenderedInput(inputs["a"][3].token_ids[:20], inputs["a"][3].images))  # ends with an image
     for name, rank in {"a": 4, "b": 7}.items():
         trainer.load_adapter(name, noisy(trainer, LoraConfig(rank=rank, seed=rank), rank, 0.03))

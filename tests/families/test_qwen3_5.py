@@ -148,7 +148,7 @@ def test_written_out_layers_have_the_same_gradients_whatever_is_kept(
     found = {}
     for name, trainer in trainers.items():
         if name == "written-out":
-            monkeypatch.setattr(trainer._runner, "_policy", lambda packed, batch: [keep] * 4)
+            monkeypatch.setattr(trainer._runner, "_policy", lambda *_: [keep] * 4)
         trainer.discard_gradients("a")
         with InFloat64():
             trainer.forward_backward([work])

@@ -135,7 +135,7 @@ def load_adapters(trainer: HFTrainer) -> None:
 @pytest.mark.rotated(2)
 @pytest.mark.mutation(
     "towers-share-features",
-    "_place_images",
+    "_placements",
     "own = item.adapter_id if item.adapter_id in towers else None",
     "own = next((each.adapter_id for each in items if item.adapter_id in towers), None)",
     cases=("qwen3_vl-auto",),

@@ -173,6 +173,15 @@ class Maker:
             values["sequence_ratio_mask"] = (self.rng.random(shape) < 0.8).astype(np.float32)
         return TrainDatum(self.input(length, images), self.rng.integers(0, VOCAB, shape), values)
 
+    def group(self, prompt: RenderedInput, lengths: Sequence[int], **options: Any) -> list[TrainDatum]:
+        """Data that go on from `prompt` by so many positions each. Every position has a target."""
+        found = []
+        for length in lengths:
+            datum = self.datum(prompt.length + length, **options)
+            datum.input.token_ids[: prompt.length] = prompt.token_ids
+            found.append(replace(datum, input=replace(datum.input, images=prompt.images)))
+        return found
+
     def work(
         self, adapter_id: str, lengths: Sequence[int], loss_fn: str = "cross_entropy", **options: Any
     ) -> TrainWork:

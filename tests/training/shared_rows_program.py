@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from tinker_local.backend.options import DecoderName
+from tinker_local.backend.training.model.segments import NO_PARENT, Segments
 from tinker_local.backend.training.parallel.ranks import ONE_RANK, Ranks
 from tinker_local.backend.training.run.packing import items_of
 from tinker_local.backend.training.run.worker import HFTrainer
@@ -18,7 +20,7 @@ from tinker_local.backend.training.trainer import Seat, TrainWork
 from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.types import ApiError, LoraConfig
 
-from tests.training import rank_program
+from tests.training import forked_row, rank_program
 from tests.training.conftest import Maker
 from tests.training.rank_program import IN_A_WALK, KINDS, deep, inject, make_trainer, places, run
 
@@ -31,6 +33,8 @@ FAMILIES = {
     "qwen3_5_text by autograd": "autograd",
 }
 """With biases; with experts; with sinks and windows; with layers of two kinds; with linear attention."""
+
+DECODERS: tuple[DecoderName, ...] = ("written-out", "autograd")
 
 IN_FLOAT32 = ("qwen3_moe", "gpt_oss")
 """Experts: torch has no grouped products of float64."""
@@ -116,10 +120,29 @@ def of_family(folder: Path, family: str, ranks: Ranks = ONE_RANK, context_parall
     noise = np.random.default_rng(1).standard_normal(len(adapter.weights))
     adapter.weights.copy_(torch.from_numpy(noise * 0.05))
     make = Maker(np.random.default_rng(7))
-    for lengths in ([40, 3, 1, 26], [1]):  # also of fewer positions than ranks
-        (result,) = trainer.forward_backward([make.work("a", lengths)])
+    alone = [make.work("a", lengths) for lengths in ([40, 3, 1, 26], [1])]  # also of fewer positions than ranks
+    samples = TrainWork("a", make.group(make.input(21), (9, 9, 4)), "cross_entropy")
+    # transformers' norms, which round to float32, see other sums of gradients where a group is split.
+    for work in (*alone, *([samples] if decoder == "written-out" else [])):
+        (result,) = trainer.forward_backward([work])
         assert not isinstance(result, ApiError), result
     return rank_program.gradient(trainer, "a")
+
+
+def of_forks(folder: Path, ranks: Ranks = ONE_RANK, context_parallel: int = 1) -> dict[str, Any]:
+    """Hidden states and gradients of a row where sequences share their beginning, by decoder, with layers of linear and
+    of softmax attention."""
+    lengths, parents = (20, 30, 1, 3, 2, 5, 40), (NO_PARENT, 0, 0, 1, NO_PARENT, 4, NO_PARENT)
+    segments = Segments(lengths, torch.device("cpu"), parents=parents)
+    noise = torch.Generator().manual_seed(3)
+    found = {}
+    for decoder in DECODERS:
+        trainer = forked_row.made(folder / "qwen3_5_text_shared", decoder, ranks, context_parallel)
+        width = trainer._loaded.model.config.get_text_config().hidden_size
+        embeds, grad = torch.randn(2, sum(lengths), width, generator=noise, dtype=torch.float64)
+        for name, tensor in forked_row.passed(trainer, segments, embeds, grad)._asdict().items():
+            found[f"{name} by {decoder}"] = tensor.numpy()
+    return found
 
 
 def refusal(make: Callable[[], object]) -> str:
@@ -137,7 +160,8 @@ def two(folder: Path, ranks: Ranks) -> dict[str, Any]:
         seen[label] = run(trainer, images=label.startswith("image"))
     make = Maker(np.random.default_rng(0))
     of_works = items_of([(0, make.work("a", [50, 60, 40, 2]))])  # micro-batches may have 64 positions on each rank
-    seen["rounds"] = [[[item.length for item in items] for items in each] for each in trainer._passes._rounds(of_works)]
+    planned = trainer._passes._rounds(of_works, beyond=True)
+    seen["rounds"] = [[[item.length for item in items] for items in each] for each in planned]
     seen["tower"] = of_tower(folder, ranks, 2)
     seen["whole data"] = of_whole_data(folder, ranks, 2)
     seen["one KV head"] = refusal(
@@ -171,6 +195,7 @@ def four(folder: Path, ranks: Ranks) -> dict[str, Any]:
     seen["tower"] = of_tower(folder, ranks, 4)
     for family in FAMILIES:
         seen[family] = of_family(folder, family, ranks, 2)
+    seen["forks"] = of_forks(folder, ranks, 2)
     seen["three of four"] = refusal(lambda: make_trainer(folder, "text", ranks, context_parallel=3))
     return seen
 

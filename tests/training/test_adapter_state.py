@@ -26,9 +26,10 @@ def tensors_equal(first: Any, second: Any) -> Any:
     '        if spec.factor == "A":\n            bound',
     "        if True:\n            bound",
 )
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_vl"])
-def test_a_new_adapter_is_the_base_model(name: Any, trainer: Any, make: Any) -> None:
-    ours = trainer(name)
+def test_a_new_adapter_is_the_base_model(name: Any, dtype: Any, trainer: Any, make: Any) -> None:
+    ours = trainer(name, dtype=dtype)
     ours.create_adapter("a", LoraConfig(rank=8))
     rendered = make.input(20)
     np.testing.assert_array_equal(ours.logprobs("a", rendered), ours.logprobs(None, rendered))

@@ -11,7 +11,7 @@ import torch
 from tinker_local.backend.training.model.load_model import load_model
 from tinker_local.backend.training.parallel.shared_rows import ONE_HAS_ALL
 from tinker_local.backend.training.run import packing
-from tinker_local.backend.training.run.packing import items_of, split
+from tinker_local.backend.training.run.packing import Limits, items_of, split
 from tinker_local.backend.training.run.passes import Passes
 from tinker_local.backend.training.run.tally import Tally
 from tinker_local.backend.training.run.token_budget import TokenBudget
@@ -130,7 +130,7 @@ def test_a_micro_batch_has_no_more_ranks_than_its_bound(make: Any, monkeypatch: 
     ranks = {name: config["rank"] for name, config in KINDS.items()} | {"huge": 64}
     works = [*works_of(make), TrainWork("huge", [make.datum(3), make.datum(3)], "cross_entropy")]
     items = items_of(list(enumerate(works)))
-    batches = split(items, 10**6, ranks)
+    batches = split(items, Limits(10**6), ranks)
     assert [item for batch in batches for item in batch] == items
     for batch in batches:
         adapters = {item.adapter_id for item in batch if item.adapter_id is not None}
@@ -147,7 +147,7 @@ def test_micro_batches_end_where_an_adapter_does_if_no_more_are_needed(make: Any
     def parts(budget: int) -> list[list[tuple[str | None, int]]]:
         return [
             [(item.adapter_id, item.length) for item in batch]
-            for batch in split(items, budget, dict.fromkeys(lengths, 4))
+            for batch in split(items, Limits(budget), dict.fromkeys(lengths, 4))
         ]
 
     assert parts(40) == [[("a", 10), ("a", 20)], [("b", 5), ("b", 15), ("b", 15)], [("c", 10), ("c", 20)]]
@@ -155,7 +155,12 @@ def test_micro_batches_end_where_an_adapter_does_if_no_more_are_needed(make: Any
     assert parts(50) == [[("a", 10), ("a", 20), ("b", 5), ("b", 15)], [("b", 15), ("c", 10), ("c", 20)]]
 
 
-@pytest.mark.mutation("items-split-again-out-of-order", "Passes._smaller", "self._rounds(in_order([", "self._rounds(([")
+@pytest.mark.mutation(
+    "items-split-again-out-of-order",
+    "Passes._smaller",
+    "in_order([*itertools.chain(*larger), *later], share=self._share)",
+    "[*itertools.chain(*larger), *later]",
+)
 def test_items_that_are_split_again_keep_those_of_a_request_together(make: Any) -> None:
     """Several ranks run the largest micro-batches first, so what is left when memory runs out is in another order."""
     lengths = ((10, 10), (1, 2, 3), (4,), (10,))
@@ -164,10 +169,10 @@ def test_items_that_are_split_again_keep_those_of_a_request_together(make: Any) 
         for at, each in enumerate(lengths)
     }
     items = items_of(list(works.items()))
-    runner: Any = SimpleNamespace(columns_of=lambda adapter: 4)
+    runner: Any = SimpleNamespace(columns_of=lambda adapter: 4, least_segment=1)
     ranks: Any = SimpleNamespace(size=2)
     adapters: Any = {"run": None}
-    passes = Passes(runner, adapters, TokenBudget(20), 100, torch.device("cpu"), ranks, ONE_HAS_ALL)
+    passes = Passes(runner, adapters, TokenBudget(20), 100, torch.device("cpu"), ranks, ONE_HAS_ALL, share=False)
     largest, waiting = (items[:2], items[4:6]), [[items[6:], items[2:4]]]  # 20 and 7 positions, then 10 and 3
     again = [items for each in passes._smaller(largest, waiting, Tally(works)) for items in each]
     assert sorted([(item.work, item.length) for item in items] for items in again) == [
@@ -188,7 +193,7 @@ def test_micro_batches_are_as_few_as_if_each_were_filled_in_order(
     ranks = {f"run {at}": int(rank) for at, rank in enumerate(rng.integers(1, 12, 6))}
     works = [TrainWork(name, [make.datum(int(n)) for n in rng.integers(1, 30, 5)], "cross_entropy") for name in ranks]
     items = items_of(list(enumerate(works)))
-    batches = split(items, 60, ranks)
+    batches = split(items, Limits(60), ranks)
     assert [item for batch in batches for item in batch] == items
     assert all(sum(item.length for item in batch) <= 60 for batch in batches)
     fullest = [[items[0]]]

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 from tinker_local.backend.training.model import attention
-from tinker_local.backend.training.model.attention import AttentionRule, Segments, attend, attend_backward
+from tinker_local.backend.training.model.attention import attend, attend_backward
+from tinker_local.backend.training.model.attention_rule import AttentionRule
+from tinker_local.backend.training.model.segments import Segments
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as with_softcap
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as with_sinks
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from tinker_local.backend.training.kernels import delta_rule
 from tinker_local.backend.training.kernels.delta_rule import DeltaRule, MixInputs, mix, mix_backward
-from tinker_local.backend.training.model.attention import Segments
+from tinker_local.backend.training.kernels.delta_segments import Chunks, FlaBounds
+from tinker_local.backend.training.model.segments import NO_PARENT, Segments
 
 KEY_HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, TAPS = 2, 6, 5, 7, 4
 CPU = torch.device("cpu")
@@ -130,7 +131,7 @@ def test_the_backward_needs_the_inputs_alone() -> None:
 
 
 def test_chunks_of_a_row_begin_with_the_first_of_each_segment_by_falling_length() -> None:
-    chunks = delta_rule._Chunks.of((3, 130, 64), CPU)
+    chunks = Chunks.of((3, 130, 64), (), CPU)
     assert (chunks.alive, chunks.size) == ([3, 1, 1], 64)
     starts = [3 * 0, 3, 3 + 64, 3 + 128, 3 + 130]
     np.testing.assert_array_equal(chunks.places[starts], [128, 0, 192, 256, 64])
@@ -138,10 +139,10 @@ def test_chunks_of_a_row_begin_with_the_first_of_each_segment_by_falling_length(
 
 def test_fla_knows_where_chunks_begin() -> None:
     lengths = ROWS["mixed"]
-    bounds, chunks = delta_rule.FlaBounds.of(lengths, CPU)
+    bounds, chunks = FlaBounds.of(lengths, CPU)
     assert bounds.tolist() == [0, 3, 133, 134, 198, 200, 265, 285]
     assert chunks.tolist() == [[0, 0], [1, 0], [1, 1], [1, 2], [2, 0], [3, 0], [4, 0], [5, 0], [5, 1], [6, 0]]
-    again, _ = delta_rule.FlaBounds.of(lengths, CPU)
+    again, _ = FlaBounds.of(lengths, CPU)
     assert again is bounds
 
 
@@ -169,7 +170,8 @@ def test_what_the_extra_for_gpus_installs_computes_by_fla_on_hopper_too() -> Non
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_fla_computes_what_plain_torch_does_and_never_waits() -> None:
+@pytest.mark.parametrize("parents", [(), (NO_PARENT, 0, 0, NO_PARENT, 3, 1, 1)], ids=["lone sequences", "forks"])
+def test_fla_computes_what_plain_torch_does_and_never_waits(parents: tuple[int, ...]) -> None:
     """In bfloat16, against float64 on the CPU: the norm of the difference over the norm. The first call compiles
     kernels, and waits. With the locked torch, the locked `fla-core` must be what computes."""
     cuda = torch.device("cuda")
@@ -185,12 +187,14 @@ def test_fla_computes_what_plain_torch_does_and_never_waits() -> None:
     grad = torch.randn(sum(lengths), VALUE_HEADS * 128).bfloat16()
     wide = replace(rule, **{name: getattr(rule, name).double() for name in ("taps", "rate", "rate_bias", "norm")})
     doubles = MixInputs(*(x.double() for x in exact))
-    wanted = (
-        mix(doubles, Segments(lengths, CPU), wide),
-        *mix_backward(grad.double(), doubles, Segments(lengths, CPU), wide),
-    )
+    on_cpu = Segments(lengths, CPU, parents=parents)
+    wanted = mix(doubles, on_cpu, wide), *mix_backward(grad.double(), doubles, on_cpu, wide)
     on_gpu = replace(rule, **{name: getattr(rule, name).cuda() for name in ("taps", "rate", "rate_bias", "norm")})
-    inputs, segments, grad = MixInputs(*(x.cuda() for x in exact)), Segments(lengths, cuda), grad.cuda()
+    inputs, segments, grad = (
+        MixInputs(*(x.cuda() for x in exact)),
+        Segments(lengths, cuda, parents=parents),
+        grad.cuda(),
+    )
     for mode in ("default", "error"):
         torch.cuda.set_sync_debug_mode(mode)
         try:

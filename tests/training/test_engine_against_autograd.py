@@ -338,7 +338,7 @@ def keep_at_random(ours: HFTrainer, rng: np.random.Generator) -> None:
     """Choose a random recompute policy, also ones that `ActivationMemory.policy` never chooses."""
     layers = len(ours._loaded.decoder.memory(1, 0).layers)
     runner: Any = ours._runner
-    runner._policy = lambda packed, batch: [tuple(Keep)[rng.integers(3)] for _ in range(layers)]
+    runner._policy = lambda *_: [tuple(Keep)[rng.integers(len(Keep))] for _ in range(layers)]
 
 
 def add_adapter(ours: HFTrainer, adapter_id: str, config: LoraConfig, rng: np.random.Generator) -> None:

@@ -12,9 +12,9 @@ import torch
 import transformers
 from tinker_local.backend.training.lora.lora import AdapterSlice, groups_of
 from tinker_local.backend.training.lora.lora_batch import LoraBatch
-from tinker_local.backend.training.model.attention import Segments
 from tinker_local.backend.training.model.decoders.written_out import take_layers
 from tinker_local.backend.training.model.decoders.written_out.block import RowContext
+from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.weights.kinds import KINDS, maker_of

@@ -97,9 +97,9 @@ def test_pad_ids_in_pure_text_are_text(family: str, make: Any, trainer: Any, mod
 
 @pytest.mark.mutation(
     "image-encoded-for-every-datum",
-    "_place_images",
-    "key = own, placement.image.content_hash",
-    "key = own, f'{placement.image.content_hash}/{item.index}'",
+    "_placements",
+    "((own, placed.image.content_hash)",
+    "((own, f'{placed.image.content_hash}/{item.index}')",
 )
 @pytest.mark.parametrize("family", VISION)
 def test_an_image_is_encoded_once_per_content(

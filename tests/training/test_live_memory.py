@@ -9,10 +9,10 @@ import torch
 import transformers
 from tinker_local.backend.training.lora.lora import Adapter, AdapterSlice, groups_of, layout
 from tinker_local.backend.training.lora.lora_batch import LoraBatch
-from tinker_local.backend.training.model.attention import Segments
 from tinker_local.backend.training.model.decoder import PackedRow
 from tinker_local.backend.training.model.decoders.autograd import AutogradDecoder
 from tinker_local.backend.training.model.load_model import decoder_of_sizes, tower_of_sizes
+from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.model.vision_tower import _Run
 from tinker_local.backend.training.run.recompute_policy import Keep
 from tinker_local.types import LoraConfig

@@ -52,9 +52,9 @@ def test_changing_one_datum_leaves_the_others_logprobs_unchanged(
 
 @pytest.mark.mutation(
     "images-at-the-start-of-the-batch",
-    "_place_images",
-    "int(start) + placement.offset, placement.image",
-    "placement.offset, placement.image",
+    "_placements",
+    "int(rows[placed.offset]), placed.image",
+    "placed.offset, placed.image",
     cases=("qwen3_vl",),
 )
 @pytest.mark.parametrize("family", FAMILIES)
@@ -148,8 +148,8 @@ def record_plans(ours: Any) -> Any:
     """Record the recompute policy of each micro-batch that follows."""
     plans, original = [], ours._runner._policy
 
-    def record(packed: Any, batch: Any) -> Any:
-        plans.append(original(packed, batch))
+    def record(*given: Any) -> Any:
+        plans.append(original(*given))
         return plans[-1]
 
     ours._runner._policy = record

@@ -27,7 +27,7 @@ import pytest
 from tinker_local.backend.adapters.adapter import AdapterState
 from tinker_local.backend.training.parallel import ranks as ranks_module
 from tinker_local.backend.training.parallel.ranks import Ranks
-from tinker_local.backend.training.run.packing import Item, rounds
+from tinker_local.backend.training.run.packing import Item, Limits, rounds
 
 from tests.training import rank_program, shared_rows_program
 from tests.training.conftest import Maker
@@ -431,7 +431,7 @@ def items_of_lengths(lengths: list[int]) -> list[Item]:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_rounds_hold_every_item_once_and_are_as_even_as_can_be(size: int) -> None:
     lengths = [7, 30, 12, 5, 5, 18, 22, 3, 9, 64, 1]
-    found = rounds(items_of_lengths(lengths), 70, {"a": 4}, size)
+    found = rounds(items_of_lengths(lengths), Limits(70), {"a": 4}, size)
     flat = [[item.length for item in items] for each in found for items in each]
     assert sorted(length for items in flat for length in items) == sorted(lengths)
     assert all(len(each) == size for each in found[:-1])

@@ -15,7 +15,9 @@ import pytest
 import torch
 from tinker_local.backend.tiny_models.make_models import make_tiny_text_model
 from tinker_local.backend.tiny_models.text_families import QWEN3_5_SHAPE
-from tinker_local.backend.training.model.attention import AttentionRule, Segments, attend, attend_backward
+from tinker_local.backend.training.model.attention import attend, attend_backward
+from tinker_local.backend.training.model.attention_rule import AttentionRule
+from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.parallel.joined_ranks import GONE, JoinedRowRanks
 from tinker_local.backend.training.parallel.shared_rows import RowLeftError, RowRanks, SharedRow, share
 from tinker_local.backend.training.run.packing import Item, pack, part_of
@@ -156,6 +158,13 @@ def test_other_families_share_rows(folder: Path, four: Any, family: str) -> None
     assert alone.any()
     for seen in four:
         assert deviation({"a": seen[family]}, {"a": alone}) <= (1e-5 if family in IN_FLOAT32 else 1e-12)
+
+
+def test_ranks_share_rows_whose_sequences_share_their_beginning(folder: Path, four: Any) -> None:
+    alone = shared_rows_program.of_forks(folder)
+    assert all(array.any() for array in alone.values())
+    for seen in four:
+        assert deviation(seen["forks"], alone) <= 1e-12
 
 
 def test_a_number_of_ranks_that_rows_cannot_divide_is_refused(four: Any) -> None:

@@ -13,7 +13,7 @@ from tinker_local.backend import BackendOptions, heap
 from tinker_local.backend.cli import check_command, check_gpus
 from tinker_local.backend.cli.check_command import Finding, check_machine
 from tinker_local.backend.cli.check_gpus import compiler_problem, cuda_of_driver, cuda_of_torch, driver_problem, unlike
-from tinker_local.backend.kernel_caches import CACHES, use_writable_caches
+from tinker_local.backend.kernel_caches import CACHES, FLASH_ATTENTION, keep_flash_attention, use_writable_caches
 
 Findings = Callable[[], dict[str, Finding]]
 
@@ -193,9 +193,9 @@ def test_a_home_that_is_read_only_moves_all_caches_but_those_that_are_elsewhere(
     said: list[str] = []
     use_writable_caches(tmp_path, said.append)
     assert [os.environ[cache.variable] for cache in CACHES] == [
-        str(tmp_path / "kernels" / name) for name in ("triton", "vllm", "flashinfer")
+        str(tmp_path / "kernels" / name) for name in ("triton", "vllm", "flashinfer", "flash")
     ]
-    assert len(said) == 3
+    assert len(said) == len(CACHES)
     for cache in CACHES:
         monkeypatch.delenv(cache.variable)
         if cache.root:
@@ -214,7 +214,7 @@ def test_somebody_without_a_home_keeps_kernels_in_the_data_folder(
     said: list[str] = []
     use_writable_caches(tmp_path, said.append)
     assert said[0].startswith("~/.triton/cache cannot be written")
-    assert len(said) == 3
+    assert len(said) == len(CACHES)
 
 
 @pytest.mark.usefixtures("no_caches_named")
@@ -234,4 +234,24 @@ use_writable_caches(Path({str(tmp_path / "data")!r}), print)
         [sys.executable, "-c", program], env={**os.environ, "HOME": str(home)}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("cannot be written") == 3
+    assert done.stdout.count("cannot be written") == len(CACHES)
+
+
+@pytest.mark.usefixtures("no_caches_named")
+def test_flash_attention_keeps_its_kernels_beside_the_others_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    enabled = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+    for given, kept in ((None, "1"), ("0", "0")):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setenv(enabled, "")
+        if given is None:
+            monkeypatch.delenv(enabled)
+        else:
+            monkeypatch.setenv(enabled, given)
+        keep_flash_attention()
+        assert os.environ[FLASH_ATTENTION.variable] == str(tmp_path / ".cache/flash_attention")
+        assert os.environ[enabled] == kept
+    monkeypatch.setenv(FLASH_ATTENTION.variable, "/elsewhere")
+    keep_flash_attention()
+    assert os.environ[FLASH_ATTENTION.variable] == "/elsewhere"

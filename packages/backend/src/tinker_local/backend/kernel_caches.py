@@ -1,4 +1,5 @@
-"""Where Triton, vLLM and FlashInfer keep compiled kernels, so that only the first start of a model waits for them."""
+"""Where Triton, vLLM, FlashInfer and FlashAttention 4 keep compiled kernels, so that only the first start of a model
+waits for them."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -29,11 +30,16 @@ class Cache:
             return None
 
 
+FLASH_ATTENTION = Cache(
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "XDG_CACHE_HOME", "flash_attention", "~/.cache/flash_attention"
+)
+
 CACHES = (
     Cache("TRITON_CACHE_DIR", "TRITON_HOME", ".triton/cache", "~/.triton/cache"),
     Cache("VLLM_CACHE_ROOT", "XDG_CACHE_HOME", "vllm", "~/.cache/vllm"),
     # vLLM imports it on a GPU, which fails where it cannot make its folder.
     Cache("FLASHINFER_WORKSPACE_BASE", "", "", "~", ".cache/flashinfer"),
+    FLASH_ATTENTION,
 )
 
 
@@ -46,6 +52,14 @@ def use_writable_caches(data_dir: Path, say: Callable[[str], None]) -> None:
             instead = data_dir.resolve() / "kernels" / cache.variable.partition("_")[0].lower()
             os.environ[cache.variable] = str(instead)
             say(f"{folder or cache.usual} cannot be written ({cache.variable}): compiled kernels are kept in {instead}")
+
+
+def keep_flash_attention() -> None:
+    """FlashAttention 4 keeps what it compiles only where it is asked to, and then in the folder for temporary files,
+    where others could put kernels. Call it before its import; what the environment already says holds."""
+    if (folder := FLASH_ATTENTION.folder(os.environ)) is not None:
+        os.environ.setdefault(FLASH_ATTENTION.variable, str(folder))
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 def _can_be_written(folder: Path) -> bool:

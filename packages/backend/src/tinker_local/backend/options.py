@@ -18,6 +18,7 @@ EnginePlace = Literal["inline", "process"]
 DecoderName = Literal["written-out", "autograd"]
 DecoderChoice = Literal["auto", DecoderName]
 SharedWeights = Literal["auto", "always", "off"]
+SharePrefixes = Literal["auto", "off"]
 GrammarChoice = Literal["auto", "always", "never"]
 ShardChoice = Literal["auto", "never"] | int
 
@@ -354,6 +355,14 @@ class BackendOptions:
             "autograd, or with the first where it supports the layers and the second otherwise.",
             group=OF_ENGINES,
             planned=True,
+        ),
+    ] = "auto"
+    share_prefixes: Annotated[
+        SharePrefixes,
+        CommandOption(
+            "Whether training computes once what the data of a request begin with, such as the prompt of a group of "
+            "samples: auto, where a beginning is worth it; off, each datum by itself.",
+            group=OF_ENGINES,
         ),
     ] = "auto"
     shared_weights: Annotated[

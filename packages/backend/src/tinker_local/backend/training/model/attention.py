@@ -1,105 +1,21 @@
 """Causal attention inside the segments of one packed row, forward and backward.
 
-A segment is the contiguous positions of one sequence. Bounds are explicit, never inferred from position ids. Sliding
-windows, soft caps and sinks are part of the rule; positions of an image may see all of it. Legend: T positions, N query
-heads, M key-value heads (N is a multiple of M), D head size, B segments of one length L.
+Sliding windows, soft caps and sinks are part of the rule; positions of an image may see all of it. Where sequences
+begin alike (`segments.py`), scores are with the keys of all of a segment's path, in one softmax; flash attention, which
+cannot have them all at once, computes it in parts (`fused_attention.py`).
+
+Legend: T positions, N query heads, M key-value heads (N is a multiple of M), D head size, B segments of one length with
+paths of one length.
 
 Of a row that several ranks share, queries, keys, values, outputs and gradients are those of this rank's positions."""
 
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
-import numpy as np
 import torch
-from tinker_local.backend.training.kernels import compat_torch
-from tinker_local.backend.training.parallel.shared_rows import SharedRow
-from tinker_local.backend.training.run.transfer import to_device
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """`count` adjacent segments of the same `length`, from position `start` on."""
-
-    start: int
-    count: int
-    length: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.count * self.length
-
-
-@dataclass(frozen=True)
-class Segments:
-    """The `lengths` of the segments that tile a row, in order, and their bounds on the device for attention kernels.
-
-    `images`: start and stop in the row of each image whose positions also see those after them in the image. `shared`:
-    if several ranks share the row. All else is of the whole row.
-    """
-
-    lengths: tuple[int, ...]
-    device: torch.device
-    images: tuple[tuple[int, int], ...] = ()
-    shared: SharedRow | None = None
-
-    @cached_property
-    def gathered(self) -> "Segments":
-        """The same row where all of its positions are on this rank, with some heads of each."""
-        return replace(self, shared=None)
-
-    @cached_property
-    def runs(self) -> tuple[Run, ...]:
-        """Adjacent segments of equal length, grouped so that each group makes one batched call."""
-        runs, start = [], 0
-        for length, group in itertools.groupby(self.lengths):
-            run = Run(start, len(list(group)), length)
-            runs.append(run)
-            start = run.stop
-        return tuple(runs)
-
-    @cached_property
-    def bounds(self) -> torch.Tensor:
-        """int32 [segments + 1]: the start of each segment, then the end."""
-        return to_device(np.array([0, *itertools.accumulate(self.lengths)], np.int32), self.device)
-
-    @cached_property
-    def places(self) -> torch.Tensor:
-        """int64 [T]: each position's place in its segment, from 0."""
-        return to_device(np.concatenate([np.arange(length) for length in self.lengths]), self.device)
-
-    @cached_property
-    def horizon(self) -> torch.Tensor:
-        """int64 [T]: the first place of its segment that each position does not see because it comes later."""
-        found = np.concatenate([np.arange(1, length + 1) for length in self.lengths])
-        for start, stop in self.images:
-            found[start:stop] = found[stop - 1]
-        return to_device(found, self.device)
-
-    @cached_property
-    def longest(self) -> int:
-        return max(self.lengths)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionRule:
-    """How scores become weights: softmax(scaling q k), with extensions in some families.
-
-    `window`: a position attends to itself and the `window` - 1 positions before it (None: all before it). `softcap` c:
-    scores become c tanh(score / c) (arXiv 2408.00118). `sinks` [N]: one frozen logit per head that takes a share of the
-    softmax but has no value (arXiv 2309.17453).
-    """
-
-    scaling: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-
-    def of_heads(self, shared: SharedRow) -> "AttentionRule":
-        """The rule for this rank's heads."""
-        ranks = shared.ranks
-        return self if self.sinks is None else replace(self, sinks=self.sinks.chunk(ranks.size)[ranks.rank])
+from tinker_local.backend.training.model.attention_rule import AttentionRule
+from tinker_local.backend.training.model.fused_attention import attend_fused, attend_fused_backward
+from tinker_local.backend.training.model.segments import Run, Segments, wide_dtype
 
 
 def attend(
@@ -114,17 +30,14 @@ def attend(
         query, key, value = shared.to_heads(query, key, value)
         output, logsumexp = attend(query, key, value, segments.gathered, rule.of_heads(shared))
         return shared.to_rows(output)[0], logsumexp
-    if rule.softcap is None and not segments.images and compat_torch.flash_attention_works(query):
-        output, logsumexp = compat_torch.flash_attention(
-            query, key, value, segments.bounds, segments.longest, rule.scaling, causal=True, window=rule.window
-        )
-        return (output, logsumexp) if rule.sinks is None else _with_sinks(output, logsumexp, rule.sinks)
+    if not segments.images and (found := attend_fused(query, key, value, segments, rule)) is not None:
+        return found  # no fused kernel lets images see all of themselves
     if _is_plain(rule, segments):
         outputs = [_run_attention(query, key, value, run, rule.scaling) for run in segments.runs]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)), None
     output = torch.empty_like(query)
     for run in segments.runs:
-        for part in _portions(query, key, value, segments, run, rule):
+        for part in _portions(query, run.keys_of(key), run.keys_of(value), segments, run, rule):
             part.rows_of(output).copy_(part.weights(rule) @ part.value)
     return output, None
 
@@ -149,10 +62,7 @@ def attend_backward(
         grad_query, grad_key, grad_value = shared.to_rows(*found)
         return grad_query, grad_key, grad_value
     if logsumexp is not None:
-        # Output and logsumexp include the sinks, so the kernel recomputes the right weights and gradients from them.
-        return compat_torch.flash_attention_backward(
-            grad, query, key, value, output, logsumexp, segments.bounds, segments.longest, rule.scaling, rule.window
-        )
+        return attend_fused_backward(grad, query, key, value, output, logsumexp, segments, rule)
     if _is_plain(rule, segments):
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
@@ -160,11 +70,14 @@ def attend_backward(
             grad_query, grad_key, grad_value = torch.autograd.grad(again, leaves, grad)
         return grad_query, grad_key, grad_value
     grad_query = torch.empty_like(query)
-    grad_key = torch.zeros(key.shape, dtype=_wide(key), device=key.device)
-    grad_value = torch.zeros(value.shape, dtype=_wide(value), device=value.device)
+    grad_key = torch.zeros(key.shape, dtype=wide_dtype(key), device=key.device)
+    grad_value = torch.zeros(value.shape, dtype=wide_dtype(value), device=value.device)
     for run in segments.runs:
-        for part in _portions(query, key, value, segments, run, rule):
-            part.backward(rule, part.rows_of(grad), grad_query, grad_key, grad_value)
+        of_keys, of_values = run.zeros_for_keys(grad_key), run.zeros_for_keys(grad_value)
+        for part in _portions(query, run.keys_of(key), run.keys_of(value), segments, run, rule):
+            part.backward(rule, part.rows_of(grad), grad_query, of_keys, of_values)
+        run.add_keys(grad_key, of_keys)
+        run.add_keys(grad_value, of_values)
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
@@ -174,27 +87,31 @@ def _is_plain(rule: AttentionRule, segments: Segments) -> bool:
     return within and rule.softcap is None and rule.sinks is None and not segments.images
 
 
-def _with_sinks(
-    output: torch.Tensor, logsumexp: torch.Tensor, sinks: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add `sinks` [N] to the softmax behind `output` [T, N, D] and `logsumexp` [N, T]."""
-    with_sink = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype)[:, None])
-    share = torch.exp(logsumexp - with_sink).T[..., None]
-    return output * share.to(output.dtype), with_sink
-
-
 def _run_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run, scaling: float
 ) -> torch.Tensor:
     """Attention of one run's segments as a batch, [count * length, N, D]."""
-    batched = [
-        tensor[run.start : run.stop].unflatten(0, (run.count, run.length)).transpose(1, 2)
-        for tensor in (query, key, value)
-    ]
-    output = torch.nn.functional.scaled_dot_product_attention(
-        *batched, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    queries, keys, values = (
+        each.transpose(1, 2) for each in (run.queries_of(query), run.keys_of(key), run.keys_of(value))
     )
-    return output.transpose(1, 2).flatten(0, 1)
+    portions = _portions_of(run, query.shape[1]) if run.before else [(0, run.length)]
+    outputs: list[torch.Tensor] = []
+    for start, stop in portions:
+        last, seen = run.before + stop, None
+        if run.before:  # torch lets the first query see the first key alone, where shapes differ
+            seen = torch.ones(stop - start, last, dtype=torch.bool, device=query.device).tril(run.before + start)
+        outputs.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                queries[:, :, start:stop],
+                keys[:, :, :last],
+                values[:, :, :last],
+                seen,
+                is_causal=seen is None,
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            ).transpose(1, 2)
+        )
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)).flatten(0, 1)
 
 
 SCORES = 2**26
@@ -203,8 +120,8 @@ SCORES = 2**26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Portion:
-    """The queries [start, stop) of each segment of `run`, and the keys [first, last) that they may attend to.
-    `query` [B, M, N / M, l, D], `key` and `value` [B, M, 1, k, D]. `horizon` [B, 1, 1, l, 1]: `Segments.horizon` of the
+    """The queries [start, stop) of each segment of `run`, and the keys [first, last) that they may attend to. `query`
+    [B, M, N / M, l, D], `key` and `value` [B, M, 1, k, D]. `horizon` [B, 1, 1, l, 1]: `Segments.horizon` of the
     queries; None without images."""
 
     run: Run
@@ -219,7 +136,7 @@ class _Portion:
 
     def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The queries' rows of `tensor` [T, N, D], as a view shaped like `query`."""
-        return _grouped(tensor, self.run, self.start, self.stop, self.key.shape[1])
+        return _grouped(self.run.queries_of(tensor), self.start, self.stop, self.key.shape[1])
 
     def weights(self, rule: AttentionRule) -> torch.Tensor:
         """Attention weights [B, M, N / M, l, k] in the dtype of the values."""
@@ -233,11 +150,12 @@ class _Portion:
         grad_key: torch.Tensor,
         grad_value: torch.Tensor,
     ) -> None:
-        """Write the gradient of these queries to `grad_query`; add those of the keys and values to the others."""
+        """Write the gradient of these queries to `grad_query` [T, N, D]; add those of the keys and values to the
+        others, [B, keys, M, D]."""
         scores = self._scores(rule)
         weights = self._softmax(scores, rule)
-        to_key = _grouped(grad_key, self.run, self.first, self.last, self.key.shape[1])
-        to_value = _grouped(grad_value, self.run, self.first, self.last, self.key.shape[1])
+        to_key = _grouped(grad_key, self.first, self.last, self.key.shape[1])
+        to_value = _grouped(grad_value, self.first, self.last, self.key.shape[1])
         wide = weights.dtype
         to_value += (weights.transpose(-1, -2) @ grad.to(wide)).sum(2, keepdim=True)
         grad_weights = (grad @ self.value.transpose(-1, -2)).to(wide)
@@ -253,10 +171,11 @@ class _Portion:
 
     def _scores(self, rule: AttentionRule) -> torch.Tensor:
         """Scores in float32 (float64 stays), -inf where a query may not attend."""
-        scores = (self.query @ self.key.transpose(-1, -2)).to(_wide(self.query)) * rule.scaling
+        scores = (self.query @ self.key.transpose(-1, -2)).to(wide_dtype(self.query)) * rule.scaling
         if rule.softcap is not None:
             scores = rule.softcap * torch.tanh(scores / rule.softcap)
-        queries = torch.arange(self.start, self.stop, device=scores.device)[:, None]
+        before = self.run.before
+        queries = torch.arange(before + self.start, before + self.stop, device=scores.device)[:, None]
         keys = torch.arange(self.first, self.last, device=scores.device)[None]
         hidden = keys > queries if self.horizon is None else keys >= self.horizon
         if rule.window is not None:
@@ -275,17 +194,15 @@ class _Portion:
 def _portions(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, run: Run, rule: AttentionRule
 ) -> Iterator[_Portion]:
-    """Split the queries of `run` so that the scores of each portion stay below `SCORES`."""
-    groups = key.shape[1]
-    size = max(1, SCORES // (run.count * query.shape[1] * run.length))
-    for start in range(0, run.length, size):
-        stop = min(run.length, start + size)
-        first = 0 if rule.window is None else max(0, start - rule.window + 1)
-        last, horizon = stop, None
+    """Split the queries of `run`, of `query` [T, N, D], so that the scores of each portion stay below `SCORES`. `key`,
+    `value` [B, keys, M, D]: those of the run."""
+    groups = key.shape[2]
+    for start, stop in _portions_of(run, query.shape[1]):
+        first = 0 if rule.window is None else max(0, run.before + start - rule.window + 1)
+        last, horizon = run.before + stop, None
         if segments.images:
-            last = run.length  # an image may begin in this portion and end in another
-            of_run = segments.horizon[run.start : run.stop].unflatten(0, (run.count, run.length))
-            horizon = of_run[:, None, None, start:stop, None]
+            last = run.key_length  # an image may begin in this portion and end in another
+            horizon = run.queries_of(segments.horizon)[:, None, None, start:stop, None]
         yield _Portion(
             run,
             start,
@@ -293,17 +210,19 @@ def _portions(
             first,
             last,
             horizon,
-            _grouped(query, run, start, stop, groups),
-            _grouped(key, run, first, last, groups),
-            _grouped(value, run, first, last, groups),
+            _grouped(run.queries_of(query), start, stop, groups),
+            _grouped(key, first, last, groups),
+            _grouped(value, first, last, groups),
         )
 
 
-def _grouped(tensor: torch.Tensor, run: Run, start: int, stop: int, groups: int) -> torch.Tensor:
-    """Positions [start, stop) of each segment of `run`, a view [B, groups, heads / groups, stop - start, D]."""
-    of_run = tensor[run.start : run.stop].unflatten(0, (run.count, run.length))[:, start:stop]
-    return of_run.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
+def _portions_of(run: Run, heads: int) -> Iterator[tuple[int, int]]:
+    """Ranges of the queries of each segment of `run` that have at most `SCORES` scores together."""
+    size = max(1, SCORES // (run.count * heads * run.key_length))
+    for start in range(0, run.length, size):
+        yield start, min(run.length, start + size)
 
 
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+def _grouped(of_run: torch.Tensor, start: int, stop: int, groups: int) -> torch.Tensor:
+    """Positions [start, stop) of `of_run` [B, L, heads, D], a view [B, groups, heads / groups, stop - start, D]."""
+    return of_run[:, start:stop].unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)

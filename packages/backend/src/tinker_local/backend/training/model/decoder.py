@@ -12,7 +12,7 @@ import torch
 from tinker_local.backend.options import DecoderName
 from tinker_local.backend.training.lora.lora import Target
 from tinker_local.backend.training.lora.lora_batch import LoraBatch
-from tinker_local.backend.training.model.attention import Segments
+from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory, RecomputePolicy
 from tinker_local.backend.weights.large_weights import RESIDENT, Walk
@@ -61,9 +61,11 @@ class DecoderPass(Protocol):
 
 
 class Decoder(Protocol):
-    """The layers of one base model, with frozen weights. Stateless between calls. `name`: as `--decoder` has it."""
+    """The layers of one base model, with frozen weights. Stateless between calls. `name`: as `--decoder` has it.
+    `least_segment`: how many positions a shorter segment takes the memory of, in a row with segments as long."""
 
     name: DecoderName
+    least_segment: int
 
     @property
     def targets(self) -> Sequence[Target]:
@@ -75,8 +77,9 @@ class Decoder(Protocol):
         """Hidden states of `row` with the adapters of `lora`. `policy`: what each layer keeps for the backward (None:
         no backward follows). Enters every layer of `walk` before it reads its weights, also in the backward."""
 
-    def memory(self, tokens: int, columns: int) -> ActivationMemory:
-        """The memory that activations of `tokens` take. `columns`: total rank of the adapters, R."""
+    def memory(self, tokens: int, columns: int, keys: float = 0) -> ActivationMemory:
+        """The memory that activations of `tokens` take. `columns`: total rank of the adapters, R. `keys`: how many each
+        position sees, on average, which decides what is kept first."""
 
     def rotations(self, layers: Sequence[int] | None, position_ids: torch.Tensor) -> Rotations:
         """What attention of `layers` (None: of all that have any) gets at `position_ids`, as in `PackedRow`. Reads no

@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 from tinker_local.backend.families.family import ImageFeatures
-from tinker_local.backend.training.model.attention import Segments
 from tinker_local.backend.training.model.decoder import PackedRow
 from tinker_local.backend.training.model.load_model import LoadedModel
+from tinker_local.backend.training.model.segments import NO_PARENT, Segments
 from tinker_local.backend.training.run.image_features import ImageFeatureCache
 from tinker_local.backend.training.run.packing import Part
 from tinker_local.backend.training.run.transfer import to_device
@@ -23,16 +23,25 @@ def packed_row(
     """Embed `part` into a row of T positions. Image positions are explicit: an image pad id elsewhere is an ordinary
     token. `own`: the features of `part.own_images`. `gradient`: a backward gives those of image features."""
     device, family = loaded.device, loaded.family
+    packed = part.packed
     positions = np.concatenate(
-        [family.position_ids(loaded.model.config, item.datum.input) for item in part.packed.items], axis=1
+        [
+            family.position_ids(loaded.model.config, item.datum.input)[:, item.length - added :]
+            for item, added in zip(packed.items, packed.added, strict=True)
+        ],
+        axis=1,
     )
     positions = np.pad(positions, ((0, 0), (0, part.padding)))[:, part.start : part.stop]
-    token_ids = np.pad(part.packed.token_ids, (0, part.padding))[part.start : part.stop]
-    lengths = (*part.packed.lengths, *([part.padding] if part.padding else []))
+    token_ids = np.pad(packed.token_ids, (0, part.padding))[part.start : part.stop]
+    lengths, parents = packed.places.lengths, packed.places.parents
+    if part.padding:
+        lengths = (*lengths, part.padding)
+        parents = (*parents, NO_PARENT) if parents else ()
     position_ids = to_device(positions if len(positions) == 1 else positions[:, None], device)
     embeds = loaded.model.get_input_embeddings()(to_device(token_ids, device))
     whole = family.vision is not None and family.vision.whole_images
-    segments = Segments(lengths, device, part.packed.image_bounds if whole else (), part.shared.or_none)
+    images_seen = tuple(packed.image_bounds) if whole else ()
+    segments = Segments(lengths, device, images_seen, part.shared.or_none, parents)
     if not part.images and own is None:
         return PackedRow(embeds, position_ids, segments)
     features = joined([*([images.features(part.images)] if part.images else []), *([own] if own else [])])

@@ -28,9 +28,9 @@ the derivative of the loss with respect to the logprobs at the places, [m]; 0 fo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Targets:
-    """Which token each row predicts, on the host. `rows` [M] ascending, `ids` [M]; `active` bool [M]: not masked;
-    `prepass` bool [M]: the derivatives of other targets depend on this one's logprob. Rows below 0 and from T on are
-    those of other ranks."""
+    """Which token each row predicts, on the host. `rows` [M] and `ids` [M], in any order; `active` bool [M]: not
+    masked; `prepass` bool [M]: the derivatives of other targets depend on this one's logprob. Rows below 0 and from T
+    on are those of other ranks."""
 
     rows: Int64Array
     ids: Int64Array
@@ -169,10 +169,12 @@ class LmHead:
     def _chunks(self, rows: Int64Array, targets: Targets, device: torch.device) -> Iterator[_Chunk]:
         """Split `rows` (ascending) into chunks, each with its targets."""
         size = max(1, self.chunk_elements // self.matrix.outputs)
+        order = np.argsort(targets.rows, kind="stable")
+        in_order = targets.rows[order]
         for start in range(0, len(rows), size):
             chunk = rows[start : start + size]
-            first, stop = np.searchsorted(targets.rows, (chunk[0], chunk[-1] + 1))
-            places = first + np.flatnonzero(np.isin(targets.rows[first:stop], chunk))
+            first, stop = np.searchsorted(in_order, (chunk[0], chunk[-1] + 1))
+            places = np.sort(order[first:stop][np.isin(in_order[first:stop], chunk)])
             local_rows, ids = np.searchsorted(chunk, targets.rows[places]), targets.ids[places]
             _, same = np.unique(local_rows * self.matrix.outputs + ids, return_inverse=True)
             arrays = (chunk, places, local_rows, ids, same)

@@ -8,7 +8,9 @@ import itertools
 from typing import Any
 
 import torch
-from tinker_local.backend.training.kernels import compat_torch
+from tinker_local.backend.training.kernels.flash_attention import kernel_for
+from tinker_local.backend.training.model.attention_rule import AttentionRule
+from tinker_local.backend.training.model.segments import Bounds
 from transformers import AttentionInterface
 
 PACKED_ATTENTION = "tinker_local_packed_flash"
@@ -35,11 +37,10 @@ def packed_attention(
     if attention_mask is not None or dropout:
         raise NotImplementedError("packed attention does not support masks or dropout")
     rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
-    if compat_torch.flash_attention_works(query):
-        bounds = cu_seq_lens_q.to(torch.int32)
-        output, _ = compat_torch.flash_attention(
-            rows[0], rows[1], rows[2], bounds, int(max_length_q), scaling, causal=False
-        )
+    starts, longest, rule = cu_seq_lens_q.to(torch.int32), int(max_length_q), AttentionRule(scaling)
+    bounds = Bounds(starts, starts, longest, longest)
+    if (kernel := kernel_for(rows[0], rows[1], bounds, rule, causal=False)) is not None:
+        output, _ = kernel.forward(rows[0], rows[1], rows[2], bounds, rule, causal=False)
         return output.unsqueeze(0), None
     lengths = (cu_seq_lens_q[1:] - cu_seq_lens_q[:-1]).tolist()
     outputs, start = [], 0

@@ -49,8 +49,23 @@ def attention_memory(
 ) -> BlockMemory:
     """Kept: qkv, attended, logsumexp and the adapters' h. The backward adds query, key, value and gradients. `gates`:
     heads whose output has a gate, which is kept too; what it let through is computed again."""
-    kept = tokens * (2 * heads + 2 * gates + 2 * kv_heads) * head_size * itemsize + tokens * heads * 4
+    projected = tokens * (heads + 2 * gates + 2 * kv_heads) * head_size * itemsize
+    kept = projected + attended_bytes(tokens, itemsize, heads=heads, head_size=head_size)
     return BlockMemory(lean=kept + tokens * 4 * columns * itemsize, large=0, transient=3 * kept)
+
+
+def attended_bytes(tokens: int, itemsize: int, *, heads: int, head_size: int) -> int:
+    """What attention puts out: attended and logsumexp."""
+    return tokens * heads * (head_size * itemsize + 4)
+
+
+def worth_keeping(keys: float, window: int | None, hidden: int) -> bool:
+    """Whether what attention puts out is kept before the rest of `Keep.LEAN`: whether it costs more arithmetic per byte
+    to compute again. Each position sees `keys` on average, at most `window`.
+
+    Attention takes 4 N D `keys` FLOP for 2 N D bytes in 16 bits, so 2 `keys` for a byte. The projections of queries,
+    keys, values and output take about 4 H^2 for 4 H bytes, so H for a byte (where N D = H and M is small)."""
+    return 2 * (keys if window is None else min(keys, window)) > hidden
 
 
 def attention_widths(config: Mapping[str, Any]) -> tuple[int, int]:
@@ -64,6 +79,12 @@ def exchange_bytes(q_width: int, kv_width: int, itemsize: int) -> int:
     """Of each of its positions, what the backward of attention takes in addition on a rank that shares rows: what it
     sends and receives, at most the queries, keys, values, output and its gradient."""
     return 3 * (q_width + kv_width) * itemsize
+
+
+def fork_bytes(q_width: int, kv_width: int, itemsize: int) -> int:
+    """Of each position of a row in which sequences share their beginning, what the backward of attention takes in
+    addition: copies of queries, keys, values, output and its gradient, and the gradients of one part of the keys."""
+    return 4 * (q_width + kv_width) * itemsize
 
 
 def mlp_memory(tokens: int, columns: int, itemsize: int, *, intermediate: int) -> BlockMemory:
@@ -86,14 +107,16 @@ def experts_memory(
     )
 
 
-def decoder_memory(layers: Sequence[Sequence[BlockMemory]], inputs: int) -> ActivationMemory:
+def decoder_memory(
+    layers: Sequence[Sequence[BlockMemory]], inputs: int, attended: Sequence[int] = ()
+) -> ActivationMemory:
     """Of `layers` of blocks; `inputs`: bytes of T rows of H. A layer's backward takes all its activations, plus the
-    most that the backward of one of its blocks takes."""
+    most that the backward of one of its blocks takes. `attended`: see `LayerMemory`, of each layer."""
     kept: list[LayerMemory] = []
     backward = 0
-    for blocks in layers:
+    for blocks, alone in zip(layers, attended or [0] * len(layers), strict=True):
         lean = sum(block.lean for block in blocks) + (len(blocks) - 1) * inputs
         large = sum(block.large for block in blocks)
         backward = max(backward, lean + large + max(block.transient for block in blocks))
-        kept.append(LayerMemory(lean, large))
+        kept.append(LayerMemory(lean, large, alone))
     return ActivationMemory(backward + 3 * inputs + (len(kept) + 1) * inputs, kept)

@@ -22,11 +22,18 @@ from tinker_local.backend.training.model.lm_head import LmHead, Targets
 from tinker_local.backend.training.model.load_model import LoadedModel
 from tinker_local.backend.training.model.vision_tower import TowerPass
 from tinker_local.backend.training.parallel.shared_rows import ONE_HAS_ALL, RowRanks
-from tinker_local.backend.training.run.block_memory import CPU_LOGITS, CUDA_LOGITS, attention_widths, exchange_bytes
+from tinker_local.backend.training.run.block_memory import (
+    CPU_LOGITS,
+    CUDA_LOGITS,
+    attention_widths,
+    exchange_bytes,
+    fork_bytes,
+)
 from tinker_local.backend.training.run.image_features import ImageFeatureCache
 from tinker_local.backend.training.run.nudging import nudge_in_place
 from tinker_local.backend.training.run.packing import Item, Packed, Part, pack, part_of, spans
 from tinker_local.backend.training.run.recompute_policy import RecomputePolicy, free_bytes
+from tinker_local.backend.training.run.transfer import to_device
 from tinker_local.backend.training.trainer import TrainWork
 from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.weights.large_weights import RESIDENT, Walk
@@ -80,10 +87,6 @@ class MicroBatchRunner:
         self._groups = groups_of(text_targets)
         self._usual_tokens = config.micro_batch_tokens
         self._row_ranks = row_ranks
-        self._exchange_bytes = 0
-        if row_ranks.size > 1:
-            widths = attention_widths(loaded.model.config.get_text_config().to_dict())
-            self._exchange_bytes = exchange_bytes(*widths, loaded.dtype.itemsize)
         self._loaded = loaded
         self.float_dtype = torch.float64 if loaded.dtype == torch.float64 else torch.float32
         self._images = ImageFeatureCache(self._encode_images, config.image_cache_bytes)
@@ -97,6 +100,11 @@ class MicroBatchRunner:
     def images_encoded(self) -> int:
         """How many images the vision tower has encoded so far."""
         return 0 if self._loaded.tower is None else self._loaded.tower.images_encoded
+
+    @property
+    def least_segment(self) -> int:
+        """See `Decoder.least_segment`."""
+        return self._decoder.least_segment
 
     def columns_of(self, adapter: Adapter) -> int:
         """Of R, the columns of all adapters of a micro-batch."""
@@ -139,7 +147,8 @@ class MicroBatchRunner:
         groups = batch.trained() if gradient else []
         # By the whole row, since all of its ranks must do the same.
         through_decoder = any(group != HEAD_GROUP for group in groups) or (gradient and bool(packed.own_images))
-        done = self._decoder.forward(row, batch, self._policy(part, batch) if through_decoder else None, walk)
+        policy = self._policy(part, batch, row.segments.keys_seen) if through_decoder else None
+        done = self._decoder.forward(row, batch, policy, walk)
         if tower is None:
             del row
 
@@ -150,7 +159,7 @@ class MicroBatchRunner:
         if not gradient:
             logprobs = self._head.logprobs(done.hidden, targets, batch.group(HEAD_GROUP))
             complete(logprobs)
-            losses.derive(np.arange(part.targets.start, part.targets.stop), logprobs)
+            losses.derive(part.targets, logprobs)
             return Pending(packed, _own(losses.numbers(logprobs), part)), ()
         slices = batch.group(HEAD_GROUP)
         found = [*self._head.logprobs_and_gradient(done.hidden, targets, slices, losses.derive, complete)]
@@ -214,18 +223,32 @@ class MicroBatchRunner:
         assert self._loaded.tower is not None, "images for a text model are refused before they are packed"
         return self._loaded.tower.encode(images)
 
-    def _policy(self, part: Part, batch: LoraBatch) -> RecomputePolicy:
-        """Choose what each layer keeps, alike on all ranks that share the row. Reserves the head's logits, which exist
-        while activations are kept."""
+    def _policy(self, part: Part, batch: LoraBatch, keys: float) -> RecomputePolicy:
+        """Choose what each layer keeps, alike on all ranks that share the row. `keys`: see `Decoder.memory`. Reserves
+        the head's logits, which exist while activations are kept."""
         budget, free = self.activation_bytes, free_bytes(self._loaded.device)
-        positions = max(part.shared.counts)
+        lengths = part.packed.places.lengths
+        least = min(self.least_segment, max(lengths))
+        padded = sum(least - length for length in lengths if length < least)
+        positions = max(part.shared.counts) + -(-padded // self._row_ranks.size)
         if free is not None:
             free = int(_PLANNED_SHARE * free) - self._head.chunk_elements * self._loaded.dtype.itemsize
             usual = self._decoder.memory(self._usual_tokens, batch.columns).everything
             budget = self._row_ranks.least(max(0, min(free, usual if budget is None else budget)))
         if budget is not None:
-            budget -= positions * self._exchange_bytes
-        return self._decoder.memory(positions, batch.columns).policy(budget)
+            budget -= positions * self._copied_bytes(part)
+        return self._decoder.memory(positions, batch.columns, keys).policy(budget)
+
+    def _copied_bytes(self, part: Part) -> int:
+        """Of each position, what attention takes besides what `Decoder.memory` counts."""
+        counts = [
+            *([exchange_bytes] if part.shared.or_none else []),
+            *([fork_bytes] if part.packed.places.parents else []),
+        ]
+        if not counts:
+            return 0
+        widths = attention_widths(self._loaded.model.config.get_text_config().to_dict())
+        return sum(count(*widths, self._loaded.dtype.itemsize) for count in counts)
 
 
 def towers_of(adapters: Mapping[str, Adapter]) -> set[str | None]:
@@ -235,9 +258,11 @@ def towers_of(adapters: Mapping[str, Adapter]) -> set[str | None]:
 
 def _own(numbers: torch.Tensor, part: Part) -> torch.Tensor:
     """`numbers` [3, M] with 0 for the targets of other ranks."""
-    numbers[:, : part.targets.start] = 0
-    numbers[:, part.targets.stop :] = 0
-    return numbers
+    if part.shared.or_none is None:
+        return numbers
+    others = np.ones(numbers.shape[1], np.bool_)
+    others[part.targets] = False
+    return numbers.masked_fill(to_device(others, numbers.device), 0)
 
 
 def _targets(part: Part, works: Mapping[int, TrainWork]) -> Targets:
@@ -261,8 +286,9 @@ def _slices(part: Part, adapters: Mapping[str, Adapter]) -> list[AdapterSlice]:
     """The rows of each adapter, also of those without any on this rank; an adapter's items are adjacent."""
     slices: list[AdapterSlice] = []
     at, rows = -part.start, part.stop - part.start
-    for adapter_id, group in itertools.groupby(part.packed.items, key=lambda item: item.adapter_id):
-        start, at = at, at + sum(item.length for item in group)
+    items = zip(part.packed.items, part.packed.added, strict=True)
+    for adapter_id, group in itertools.groupby(items, key=lambda pair: pair[0].adapter_id):
+        start, at = at, at + sum(added for _, added in group)
         adapter = None if adapter_id is None else adapters[adapter_id]
         slices.append(AdapterSlice(adapter, min(max(start, 0), rows), min(max(at, 0), rows)))
     if part.padding:
@@ -273,7 +299,8 @@ def _slices(part: Part, adapters: Mapping[str, Adapter]) -> list[AdapterSlice]:
 def _not_finite(packed: Packed, target: int, logprobs: torch.Tensor, losses: torch.Tensor) -> InvalidRequestError:
     """The error for the first target that is not finite."""
     place = int(np.searchsorted(packed.target_starts, target, side="right")) - 1
-    position = int(packed.target_rows[target]) - packed.starts[place]
+    datum = packed.items[place].datum
+    position = (target - packed.target_starts[place]) // datum.target_tokens[0].size
     return InvalidRequestError(
         f"data[{packed.items[place].index}]: the loss is not finite at position {position}: "
         f"logprob {float(logprobs[target])}, loss {float(losses[target])}"

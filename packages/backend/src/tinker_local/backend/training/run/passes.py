@@ -10,7 +10,16 @@ from tinker_local.backend.training.lora.lora import Adapter
 from tinker_local.backend.training.parallel.ranks import Ranks
 from tinker_local.backend.training.parallel.shared_rows import RowRanks
 from tinker_local.backend.training.run.micro_batch import MicroBatchRunner, Pending, towers_of
-from tinker_local.backend.training.run.packing import Item, Packed, in_order, items_of, pack, rounds
+from tinker_local.backend.training.run.packing import (
+    Item,
+    Limits,
+    Packed,
+    in_order,
+    items_of,
+    pack,
+    rounds,
+    row_length,
+)
 from tinker_local.backend.training.run.tally import Tally
 from tinker_local.backend.training.run.token_budget import TokenBudget
 from tinker_local.backend.training.trainer import TrainWork
@@ -25,7 +34,8 @@ class Passes:
 
     `adapters` is read during a pass and must hold every adapter that its requests name. Every one of `ranks` computes
     the same plan and runs its own micro-batches; after a pass, all have the results and gradients of all. `row_ranks`
-    run a micro-batch together, which then may have as many times the positions of the budget.
+    run a micro-batch together, which then may have as many times the positions of the budget. `share`: whether what
+    data of a request begin with is computed once.
     """
 
     def __init__(
@@ -37,6 +47,8 @@ class Passes:
         device: torch.device,
         ranks: Ranks,
         row_ranks: RowRanks,
+        *,
+        share: bool,
     ) -> None:
         self._runner = runner
         self._adapters = adapters
@@ -45,6 +57,7 @@ class Passes:
         self._device = device
         self._ranks = ranks
         self._row_ranks = row_ranks
+        self._share = share
 
     def run(self, works: Mapping[int, TrainWork], *, gradient: bool) -> Tally:
         """Run all micro-batches of `works`. If memory runs out, the micro-batch is halved and tried again; a single
@@ -52,7 +65,8 @@ class Passes:
         tally = Tally(works)
         done: list[tuple[Sequence[Item], Pending | None]] = []
         enough_memory = True
-        waiting = deque(self._rounds(items_of(list(works.items()))))
+        items = items_of(list(works.items()), share=self._share)
+        waiting = deque(self._rounds(items, beyond=not self._budget.halved))
         while waiting:
             batches = waiting.popleft()
             here = self._ranks.rank // self._row_ranks.size
@@ -72,10 +86,13 @@ class Passes:
         self._add_up_gradients(tally, works)
         return tally
 
-    def _rounds(self, items: Sequence[Item]) -> Sequence[Round]:
+    def _rounds(self, items: Sequence[Item], *, beyond: bool) -> Sequence[Round]:
         columns = {item.adapter_id: self._runner.columns_of(self._adapters[str(item.adapter_id)]) for item in items}
-        share = self._row_ranks.size
-        return rounds(items, self._budget.tokens * share, columns, self._ranks.size // share)
+        limits = Limits(self._budget.tokens * self._row_ranks.size, self._least(items), beyond=beyond)
+        return rounds(items, limits, columns, self._ranks.size // self._row_ranks.size)
+
+    def _least(self, items: Iterable[Item]) -> int:
+        return min(self._runner.least_segment, max((item.length for item in items), default=1))
 
     def _start(
         self, items: Sequence[Item], works: Mapping[int, TrainWork], tally: Tally, *, gradient: bool, backward: bool
@@ -108,10 +125,12 @@ class Passes:
         larger = [items for items in lacked if len(items) > 1]
         if not larger:
             return waiting
-        tried = max(sum(item.length for item in items) for items in larger)
+        least = self._least(itertools.chain(*larger))
+        tried = max(row_length(items, least) for items in larger)
         self._budget.ran_out(-(-tried // self._row_ranks.size))
         later = (item for each in waiting for items in each for item in items)
-        return self._rounds(in_order([*itertools.chain(*larger), *later]))
+        # Not beyond the budget: a row of a long datum and others that it begins with would stay as it is.
+        return self._rounds(in_order([*itertools.chain(*larger), *later], share=self._share), beyond=False)
 
     def _of_all_ranks(self, done: Sequence[tuple[Sequence[Item], Pending | None]]) -> list[Pending]:
         """The numbers of the micro-batches `done`, also of those that other ranks have run."""

@@ -10,12 +10,14 @@ if TYPE_CHECKING:
 
 
 class Keep(Enum):
-    """What a layer keeps. `INPUT`: only its input; the rest is recomputed. `LEAN`: all activations except those that
-    are large and cheap to recompute. `ALL`: everything."""
+    """What a layer keeps. `INPUT`: only its input; the rest is recomputed. `ATTENDED`: also what attention put out, so
+    that all else but attention is recomputed. `LEAN`: all activations except those that are large and cheap to
+    recompute. `ALL`: everything."""
 
     INPUT = 0
-    LEAN = 1
-    ALL = 2
+    ATTENDED = 1
+    LEAN = 2
+    ALL = 3
 
 
 RecomputePolicy = Sequence[Keep]
@@ -24,10 +26,12 @@ RecomputePolicy = Sequence[Keep]
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """Bytes that one layer keeps in addition to its input: with `Keep.LEAN`, and what `Keep.ALL` adds."""
+    """Bytes that one layer keeps in addition to its input: with `Keep.LEAN`, and what `Keep.ALL` adds. `attended`: of
+    `lean`, with `Keep.ATTENDED`; 0 if what that saves per byte is no more than what the rest of `lean` saves."""
 
     lean: int
     large: int
+    attended: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +54,15 @@ class ActivationMemory:
         policy = [Keep.INPUT] * len(self.layers)
         free = budget - self.always
         for keep, sizes in (
-            (Keep.LEAN, [layer.lean for layer in self.layers]),
+            (Keep.ATTENDED, [layer.attended for layer in self.layers]),
+            (Keep.LEAN, [layer.lean - layer.attended for layer in self.layers]),
             (Keep.ALL, [layer.large for layer in self.layers]),
         ):
             for index, size in enumerate(sizes):
                 if size > free:
                     return policy
-                policy[index] = keep
+                if size or keep is not Keep.ATTENDED:
+                    policy[index] = keep
                 free -= size
         return policy
 

@@ -22,6 +22,11 @@ class TokenBudget:
         self._successes = 0
         self._grown = False
 
+    @property
+    def halved(self) -> bool:
+        """Whether it is smaller than it may be."""
+        return self.tokens < self._most
+
     def ran_out(self, tried: int) -> None:
         """Memory ran out with `tried` positions: halve the budget."""
         self.tokens = max(1, min(self.tokens, tried) // 2)
@@ -33,7 +38,7 @@ class TokenBudget:
     def succeeded(self) -> None:
         """A call had enough memory: after enough such calls, double the budget."""
         self._successes += 1
-        if self.tokens < self._most and self._successes >= self._patience:
+        if self.halved and self._successes >= self._patience:
             self.tokens = min(self._most, 2 * self.tokens)
             self._grown, self._successes = True, 0
             log.info("micro-batches may have %d positions again", self.tokens)

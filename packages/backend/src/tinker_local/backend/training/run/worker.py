@@ -24,7 +24,7 @@ import torch
 from tinker_local.backend.adapters.adapter import WEIGHTS_VECTOR, AdapterDType, AdapterLayout, AdapterState
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.spare_memory import cached_bytes, leave_spare_memory, take_all_memory_again
-from tinker_local.backend.training.kernels import delta_rule
+from tinker_local.backend.training.kernels import delta_rule, flash_attention
 from tinker_local.backend.training.lora import lora
 from tinker_local.backend.training.lora.lora import Adapter, TensorSpec
 from tinker_local.backend.training.losses import loss_of
@@ -80,6 +80,8 @@ class HFTrainer:
         self.trains = f"trained by the {loaded.decoder.name} decoder; adapters reach {', '.join(reached)}"
         if "linear_attention" in (getattr(loaded.model.config.get_text_config(), "layer_types", None) or ()):
             self.trains += f"; linear attention is computed by {delta_rule.kernels_for(loaded.device, loaded.dtype)[1]}"
+        if attention := flash_attention.in_words(loaded.device, loaded.dtype):
+            self.trains += f"; {attention}"
         self.max_rank = config.max_rank
         self._budget = TokenBudget(config.micro_batch_tokens)
         self._loaded = loaded
@@ -90,7 +92,14 @@ class HFTrainer:
         self._adapters: dict[str, Adapter] = {}
         self._ranks = ranks
         self._passes = Passes(
-            self._runner, self._adapters, self._budget, self.vocab_size, loaded.device, ranks, row_ranks
+            self._runner,
+            self._adapters,
+            self._budget,
+            self.vocab_size,
+            loaded.device,
+            ranks,
+            row_ranks,
+            share=config.share_prefixes,
         )
 
     @property

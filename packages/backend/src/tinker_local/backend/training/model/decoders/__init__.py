@@ -9,13 +9,13 @@ from tinker_local.backend.options import DecoderChoice
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.kernels.kernels import Kernels
 from tinker_local.backend.training.lora.lora_batch import LoraBatch
-from tinker_local.backend.training.model.attention import Segments
 from tinker_local.backend.training.model.decoder import Decoder, PackedRow
 from tinker_local.backend.training.model.decoders.autograd import AutogradDecoder
 from tinker_local.backend.training.model.decoders.packed_attention import attending
 from tinker_local.backend.training.model.decoders.transformers_delta_net import use_kernels_on_gpus_alone
 from tinker_local.backend.training.model.decoders.transformers_positions import check_positions
 from tinker_local.backend.training.model.decoders.written_out.take_layers import take_layers
+from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.parallel.shared_rows import ONE_HAS_ALL, RowRanks, share
 from tinker_local.backend.weights.dense import dense
 from tinker_local.backend.weights.frozen_matrix import MakeMatrix

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from tinker_local.backend.families.family import LoraNames
 from tinker_local.backend.options import DecoderName
+from tinker_local.backend.training.kernels.delta_segments import CHUNK
 from tinker_local.backend.training.lora.lora import Adapter, AdapterSlice, Flag, Target, groups_of, layout
 from tinker_local.backend.training.lora.lora_batch import LoraBatch, LowRank, Parts, project, project_backward
-from tinker_local.backend.training.model.attention import Segments
 from tinker_local.backend.training.model.decoder import PackedRow
 from tinker_local.backend.training.model.decoders.gated_mlp import GatedDown, is_gated
 from tinker_local.backend.training.model.decoders.packed_attention import (
@@ -37,6 +37,7 @@ from tinker_local.backend.training.model.decoders.packed_experts import (
 from tinker_local.backend.training.model.decoders.recomputed_norm import RecomputedNorm, is_norm
 from tinker_local.backend.training.model.decoders.transformers_positions import decoder_rotations
 from tinker_local.backend.training.model.experts import ExpertWeights
+from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory, Keep, LayerMemory, RecomputePolicy
 from tinker_local.backend.weights.dense import dense
@@ -86,6 +87,7 @@ class AutogradDecoder:
                 if lora.experts is not None:
                     named = layer.named_modules(prefix=f"{path}.layers.{index}")
                     experts += [(name, module) for name, module in named if is_experts(module)]
+        self.least_segment = CHUNK if deltas else 1
         for linear in self._by_module:
             linear.forward = functools.partial(self._linear, linear, linear.forward)
         for delta in deltas:
@@ -128,8 +130,9 @@ class AutogradDecoder:
             root = _Gradient.apply(hidden, grad_hidden)
         return AutogradPass(self, run, embeds, root, grad_hidden, hidden.detach())
 
-    def memory(self, tokens: int, columns: int) -> ActivationMemory:
-        """Extrapolate from a measurement on few tokens; a layer's backward takes about what its forward keeps."""
+    def memory(self, tokens: int, columns: int, keys: float = 0) -> ActivationMemory:
+        """Extrapolate from a measurement on few tokens; a layer's backward takes about what its forward keeps. A layer
+        keeps its input alone, or all, whatever `keys` there are."""
         per_token = self._bytes_per_token
         inputs = tokens * self._modules.config.hidden_size * self._dtype.itemsize
         layers = [LayerMemory(tokens * (layer + 7 * columns * self._dtype.itemsize), 0) for layer in per_token]

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tinker_local.backend.training.model.attention import AttentionRule, Segments, attend, attend_backward
+from tinker_local.backend.training.model.attention import attend, attend_backward
+from tinker_local.backend.training.model.attention_rule import AttentionRule
 from tinker_local.backend.training.model.decoders.packed_delta_net import is_delta_net
+from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.weights.large_weights import LargeWeights, entering
 from tinker_local.types import UnsupportedError
 from transformers import AttentionInterface

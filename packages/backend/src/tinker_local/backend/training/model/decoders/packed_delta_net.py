@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from tinker_local.backend.training.kernels.delta_rule import DeltaRule, MixInputs, mix, mix_backward
-from tinker_local.backend.training.model.attention import Segments
+from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.weights.packed import dense_name
 
 _LINEARS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import torch
 from tinker_local.backend.training.lora.lora import Target
 from tinker_local.backend.training.lora.lora_batch import project, project_backward, project_onto, whole
-from tinker_local.backend.training.model.attention import AttentionRule, attend, attend_backward
+from tinker_local.backend.training.model.attention import attend, attend_backward
+from tinker_local.backend.training.model.attention_rule import AttentionRule
 from tinker_local.backend.training.model.decoders.written_out.block import (
     LayerPart,
     NormAfter,
@@ -155,17 +156,15 @@ class AttentionPass:
         self._attend()
         if block.after is not None:
             return block.after.add(self.context.kernels, self.x, self._update())
-        self.h_output, y = project_onto(
-            self.x, self._gated(), block.output, lora.group("attention.output", block.index)
-        )
-        return y if block.output_bias is None else y.add_(block.output_bias)
+        low_rank = lora.group("attention.output", block.index)
+        self.h_output, y = project_onto(self.x, self._gated(), block.output, low_rank, block.output_bias)
+        return y
 
     def drop_large(self) -> None:
         """Drop nothing: no activation of attention is cheap to recompute."""
 
     def restore(self) -> None:
-        if self.attended is None:
-            self._attend()
+        self._attend()
         if self.block.after is not None and self.update is None:
             self._update()
         low_rank = self.context.lora.group("attention.output", self.block.index)
@@ -216,11 +215,14 @@ class AttentionPass:
         return attended.flatten(1)
 
     def _attend(self) -> None:
+        """Compute what there is not: the projections, and what was attended."""
         block, c = self.block, self.context
-        n = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
-        low_rank = c.lora.group("attention.qkv", block.index)
-        self.h_qkv, self.qkv = project(n, block.qkv, block.qkv_bias, low_rank, block.parts)
-        self.attended, self.logsumexp = attend(*self.query_key_value(self.qkv), c.segments, block.rule)
+        if self.qkv is None:
+            n = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
+            low_rank = c.lora.group("attention.qkv", block.index)
+            self.h_qkv, self.qkv = project(n, block.qkv, block.qkv_bias, low_rank, block.parts)
+        if self.attended is None:
+            self.attended, self.logsumexp = attend(*self.query_key_value(self.qkv), c.segments, block.rule)
 
     def query_key_value(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The inputs of attention, with head norms and positions: [T, N, D], [T, M, D] and [T, M, D]."""

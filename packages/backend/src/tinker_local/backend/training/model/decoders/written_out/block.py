@@ -15,7 +15,8 @@ from tinker_local.backend.families.family import Experts
 from tinker_local.backend.training.kernels.kernels import Kernels
 from tinker_local.backend.training.lora.lora import Target
 from tinker_local.backend.training.lora.lora_batch import LoraBatch
-from tinker_local.backend.training.model.attention import AttentionRule, Segments
+from tinker_local.backend.training.model.attention_rule import AttentionRule
+from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.run.block_memory import BlockMemory
 from tinker_local.backend.weights.frozen_matrix import MakeMatrix
 

@@ -9,24 +9,30 @@ from typing import Any
 
 import torch
 from tinker_local.backend.options import DecoderName
+from tinker_local.backend.training.kernels.delta_segments import CHUNK
 from tinker_local.backend.training.kernels.kernels import Kernels
 from tinker_local.backend.training.lora.lora import check_distinct
 from tinker_local.backend.training.lora.lora_batch import LoraBatch
-from tinker_local.backend.training.model.attention import Segments
 from tinker_local.backend.training.model.decoder import PackedRow
-from tinker_local.backend.training.model.decoders.written_out.attention_block import AttentionBlock
+from tinker_local.backend.training.model.decoders.written_out.attention_block import AttentionBlock, AttentionPass
 from tinker_local.backend.training.model.decoders.written_out.block import (
     Block,
     BlockPass,
     RowContext,
+    present,
 )
+from tinker_local.backend.training.model.decoders.written_out.delta_block import DeltaBlock
+from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.rotations import Rotations, rotation
-from tinker_local.backend.training.run.block_memory import decoder_memory
+from tinker_local.backend.training.run.block_memory import attended_bytes, decoder_memory, worth_keeping
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory, Keep, RecomputePolicy
 from tinker_local.backend.weights.large_weights import RESIDENT, Walk
 
 Layer = Sequence[Block]
 """The blocks of a layer, in order."""
+
+Attended = tuple[torch.Tensor, torch.Tensor | None]
+"""What attention put out: `attended` and `logsumexp` of an `AttentionPass`."""
 
 
 class WrittenOutDecoder:
@@ -54,6 +60,7 @@ class WrittenOutDecoder:
         self.kinds = kinds
         self.kernels = kernels
         self.targets = [target for layer in layers for block in layer for target in block.targets]
+        self.least_segment = CHUNK if any(isinstance(block, DeltaBlock) for layer in layers for block in layer) else 1
         check_distinct(self.targets)
 
     def forward(
@@ -101,20 +108,30 @@ class WrittenOutDecoder:
             if isinstance(block, AttentionBlock)
         }
 
-    def memory(self, tokens: int, columns: int) -> ActivationMemory:
+    def memory(self, tokens: int, columns: int, keys: float = 0) -> ActivationMemory:
         """See `Decoder.memory`."""
-        itemsize = self.dtype.itemsize
+        hidden, itemsize = len(self.norm), self.dtype.itemsize
         layers = [[block.memory(tokens, columns, itemsize) for block in layer] for layer in self.layers]
-        return decoder_memory(layers, tokens * len(self.norm) * itemsize)
+        attended = [
+            sum(
+                attended_bytes(tokens, itemsize, heads=block.heads, head_size=block.head_size)
+                for block in layer
+                if isinstance(block, AttentionBlock) and worth_keeping(keys, block.rule.window, hidden)
+            )
+            for layer in self.layers
+        ]
+        return decoder_memory(layers, tokens * hidden * itemsize, attended)
 
 
 @dataclass(slots=True, eq=False)
 class _KeptLayer:
-    """What the recompute policy kept of a layer: the passes of its blocks, or only its input `x` (`Keep.INPUT`)."""
+    """What the recompute policy kept of a layer: the passes of its blocks, or only its input `x` (`Keep.INPUT`), with
+    what attention put out, for each block that attends (`Keep.ATTENDED`)."""
 
     layer: Layer
     x: torch.Tensor
     passes: Sequence[BlockPass] = ()
+    attended: Sequence[Attended | None] = ()
 
     def restore(self, context: RowContext) -> Sequence[BlockPass]:
         """The passes of all blocks, ready for the backward."""
@@ -126,19 +143,32 @@ class _KeptLayer:
     def _again(self, context: RowContext) -> list[BlockPass]:
         """Run all blocks but the last, which `restore` completes."""
         x, passes = self.x, list[BlockPass]()
-        for block in self.layer[:-1]:
+        for index, block in enumerate(self.layer):
+            if passes:
+                x = passes[-1].forward()
             passes.append(block.start(x, context))
-            x = passes[-1].forward()
-        return [*passes, self.layer[-1].start(x, context)]
+            if self.attended and (found := self.attended[index]) is not None:
+                again = passes[-1]
+                assert isinstance(again, AttentionPass), "it was one before"
+                again.attended, again.logsumexp = found
+        return passes
 
 
 def _kept(layer: Layer, passes: Sequence[BlockPass], keep: Keep) -> _KeptLayer:
     if keep is Keep.INPUT:
         return _KeptLayer(layer, passes[0].x)
+    if keep is Keep.ATTENDED:
+        return _KeptLayer(layer, passes[0].x, attended=[_attended(block_pass) for block_pass in passes])
     if keep is Keep.LEAN:
         for block_pass in passes:
             block_pass.drop_large()
     return _KeptLayer(layer, passes[0].x, passes)
+
+
+def _attended(block_pass: BlockPass) -> Attended | None:
+    if not isinstance(block_pass, AttentionPass):
+        return None
+    return present(block_pass.attended), block_pass.logsumexp
 
 
 @dataclass(slots=True, eq=False)

@@ -118,7 +118,8 @@ class MlpPass:
         onto = self.x if onto is None else onto
         if block.after is not None:
             return block.after.add(c.kernels, onto, self._update(a))
-        self.h_down, output = project_onto(onto, a, block.down, c.lora.group(f"{block.kind}.down", block.index))
+        low_rank = c.lora.group(f"{block.kind}.down", block.index)
+        self.h_down, output = project_onto(onto, a, block.down, low_rank)
         return output
 
     def drop_large(self) -> None:
