@@ -76,7 +76,7 @@ def main() -> int:
             layers = LAYERS.get(name, 0) if options.layers is None else options.layers
             try:
                 outcome = processes.run(
-                    ["measurements.fused_attention", scale, name, str(folder), str(layers)], SECONDS, log
+                    ["measurements.attention_ways", scale, name, str(folder), str(layers)], SECONDS, log
                 )
             finally:
                 shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""A part of `attention_kernels.py`, as lines: `python -m measurements.fused_attention SCALE PART FOLDER LAYERS`. PART
+"""A part of `attention_kernels.py`, as lines: `python -m measurements.attention_ways SCALE PART FOLDER LAYERS`. PART
 is `kernels` or a shape."""
 
 import contextlib
