@@ -27,6 +27,8 @@ from tests.exporting.conftest import Tuned, asked, hf_logprobs, load
 pytestmark = pytest.mark.more
 
 FAMILIES = ("qwen3", "qwen3_vl", "qwen2_5_vl", "qwen3_5", "gemma3")
+EXPERTS = ("mixtral", "olmoe")
+"""Text models with routed experts, beside the first."""
 Make = Callable[..., Tuned]
 
 
@@ -69,6 +71,7 @@ def test_peft_loads_an_export_without_a_key_mapping_and_computes_what_was_traine
         ("qwen3_vl_moe", True),
         ("qwen3_5_moe", False),
         ("gpt_oss", False),
+        *((family, False) for family in EXPERTS),
     ],
 )
 def test_merged_model_computes_what_was_trained(tuned: Make, tmp_path: Path, family: str, tied: bool) -> None:
@@ -197,6 +200,7 @@ def test_merged_model_keeps_the_dtype_of_its_base(tuned: Make, tmp_path: Path) -
         ("gemma3", True, False, False),
         ("qwen3_5_moe", False, True, False),
         ("gpt_oss", False, False, False),
+        *((family, False, family == "mixtral", False) for family in EXPERTS),
         ("qwen3_vl", True, True, True),
         ("qwen2_5_vl", True, False, True),
         ("qwen3_5", True, True, True),
@@ -212,7 +216,7 @@ def test_vllm_as_it_is_computes_what_was_trained(
     assert exported.checked.library == "vLLM"
     assert exported.checked.agrees, str(exported.checked)
     assert exported.checked.effect > (0.05 if family == "gemma3" else 0.1)
-    assert exported.checked.images == (family not in ("qwen3", "gpt_oss"))
+    assert exported.checked.images == (family not in ("qwen3", "gpt_oss", *EXPERTS))
 
 
 def test_a_head_is_exported_for_the_vllm_that_takes_it(tuned: Make, tmp_path: Path) -> None:
@@ -233,7 +237,7 @@ def test_vllm_is_refused_what_it_would_not_take(tuned: Make, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        *((family, "checkpoint") for family in ("qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "gpt_oss")),
+        *((family, "checkpoint") for family in ("qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "gpt_oss", *EXPERTS)),
         ("qwen3_vl_moe", "exported"),
     ],
 )

@@ -63,6 +63,8 @@ TARGETS = {
     "qwen3_5_moe": (*_DENSE, *_EXPERTS, *_SHARED, *_LINEAR_ATTENTION),
     "qwen3_5_moe_text": (*_DENSE, *_EXPERTS, *_SHARED, *_LINEAR_ATTENTION),
     "gpt_oss": (*_DENSE, *_EXPERTS),
+    "mixtral": (*_DENSE, *_EXPERTS),
+    "olmoe": (*_DENSE, *_EXPERTS),
 }
 """What the hosted service trains, by family."""
 
@@ -233,7 +235,7 @@ class Merged:
 @pytest.mark.mutation(
     "router-without-gradient-written-out",
     "ExpertsPass._add_gradient_by_scores",
-    "block.router_matrix.add_back(grad_m, grad_logits)",
+    "block.router_matrix.add_back(grad_m, grad_logits.to(grad_m.dtype))",
     "grad_m.add_(0)",
     cases=("qwen3_moe-written-out", "gpt_oss-written-out"),
 )
@@ -480,7 +482,7 @@ def write(path: Path, state: AdapterState) -> AdapterVersion:
 @pytest.mark.parametrize(
     "family",
     [
-        *("qwen3_moe", "qwen3_5_moe", "gpt_oss"),
+        *("qwen3_moe", "qwen3_5_moe", "gpt_oss", "mixtral", "olmoe"),
         *(pytest.param(family, marks=pytest.mark.more) for family in ("qwen3_vl_moe", "qwen3_5_moe_text")),
     ],
 )

@@ -6,7 +6,9 @@ from dataclasses import replace
 from tinker_local.backend.families import qwen3_5
 from tinker_local.backend.families.family import Experts
 
-_LORA = replace(qwen3_5.TEXT.lora, experts=Experts())
+SHARED = Experts(shared="shared_expert", shared_gate="shared_expert_gate")
+
+_LORA = replace(qwen3_5.TEXT.lora, experts=SHARED)
 
 TEXT = replace(qwen3_5.TEXT, lora=_LORA)
 FAMILY = replace(qwen3_5.FAMILY, lora=_LORA)

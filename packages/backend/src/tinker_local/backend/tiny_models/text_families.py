@@ -18,6 +18,8 @@ TextFamilyName = Literal[
     "gemma2",
     "gemma3_text",
     "gpt_oss",
+    "mixtral",
+    "olmoe",
 ]
 
 SLIDING_WINDOW = 16
@@ -186,6 +188,25 @@ def _gpt_oss(shape: TextShape) -> dict[str, Any]:
     }
 
 
+def _local_experts(shape: TextShape) -> dict[str, Any]:
+    """Two of eight experts, whose width has the name of an MLP's."""
+    return {
+        "intermediate_size": shape.intermediate_size // 8 * 3,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_parameters": _ROPE,
+    }
+
+
+def _mixtral(shape: TextShape) -> dict[str, Any]:
+    return {**_local_experts(shape), "head_dim": shape.head_dim}
+
+
+def _olmoe(shape: TextShape) -> dict[str, Any]:
+    """Scores are shares of all experts; attention is as wide as the hidden state."""
+    return {**_local_experts(shape), "rms_norm_eps": 1e-5}
+
+
 TEXT_FAMILIES: dict[TextFamilyName, TextFamily] = {
     "qwen3": TextFamily("Qwen3ForCausalLM", QWEN, _qwen3),
     "qwen3_moe": TextFamily("Qwen3MoeForCausalLM", QWEN, _qwen3_moe, tied=False),
@@ -197,4 +218,6 @@ TEXT_FAMILIES: dict[TextFamilyName, TextFamily] = {
     "gemma2": TextFamily("Gemma2ForCausalLM", GEMMA, _gemma2),
     "gemma3_text": TextFamily("Gemma3ForCausalLM", GEMMA, gemma3_settings),
     "gpt_oss": TextFamily("GptOssForCausalLM", GPT_OSS, _gpt_oss, tied=False),
+    "mixtral": TextFamily("MixtralForCausalLM", MISTRAL, _mixtral, tied=False),
+    "olmoe": TextFamily("OlmoeForCausalLM", QWEN, _olmoe, tied=False),
 }

@@ -166,7 +166,10 @@ class TorchKernels:
 
     def weighted_sum(self, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         found = rows[places]
-        return found.sum(1) if weights is None else (weights[:, None] @ found)[:, 0]
+        if weights is None:
+            return found.sum(1)
+        # Routers of some families give float32.
+        return (weights[:, None] @ found.to(weights.dtype))[:, 0].to(rows.dtype)
 
     def spread(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         found = x.new_empty(places.numel(), x.shape[1])

@@ -1,0 +1,74 @@
+"""Servers of mixtures of experts start: both engines agree with an adapter on all modules. What one of them cannot
+compute is refused in a sentence, by `check` too, before an engine starts."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.cli.check_command import check_model
+from tinker_local.backend.models import load_engines
+from tinker_local.backend.tiny_models import make_tiny_text_model
+from tinker_local.types import UnsupportedError
+
+pytestmark = pytest.mark.more
+
+EXPERTS = "w1, w3, w2"
+ATTENTION = "q_proj, k_proj, v_proj, o_proj"
+TRAINS: dict[str, str] = {
+    "mixtral": f"the written-out decoder; adapters reach {ATTENTION}, {EXPERTS}, lm_head",
+    "olmoe": f"the written-out decoder; adapters reach {ATTENTION}, {EXPERTS}, lm_head",
+}
+"""What the start says of each."""
+
+
+async def started(folder: Path, data_dir: Path) -> list[str]:
+    """What a server of the model says until it is ready."""
+    said: list[str] = []
+    options = BackendOptions(
+        data_dir=data_dir, dtype="float32", kv_cache_bytes=2**26, max_rank=8, trainer="inline", sampler="inline"
+    )
+    async with InProcessBackend([ModelSource("tiny/experts", str(folder))], options, progress=said.append):
+        return said
+
+
+@pytest.mark.parametrize("family", TRAINS)
+def test_a_mixture_of_experts_starts_and_says_what_adapters_reach(family: Any, tmp_path: Path) -> None:
+    said = asyncio.run(started(make_tiny_text_model(tmp_path / "model", family=family), tmp_path / "data"))
+    (trains,) = (line for line in said if line.startswith("tiny/experts: trained by "))
+    assert trains.partition("trained by ")[2].startswith(TRAINS[family])
+    agreed = re.search(r"agree to (\S+) nats", said[-1])
+    assert agreed is not None
+    assert float(agreed[1]) < 1e-4
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "olmoe-normalised": ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob is True, and vLLM's OlmoeForCausalLM"),
+    "olmoe-clipped": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, and vLLM's OlmoeForCausalLM"),
+    "olmoe-epsilon": ("olmoe", {"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06, and vLLM's OlmoeForCausalLM"),
+}
+"""The family, fields of its config, and why a model of them is refused."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_check_and_serve_refuse_what_vllm_computes_otherwise_before_an_engine_starts(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, fields, why = REFUSED[case]
+    folder = make_tiny_text_model(tmp_path / "model", family=family)  # type: ignore[arg-type]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+    (told,) = [
+        finding.text
+        for finding in check_model(ModelSource("m", str(folder)), BackendOptions(), whole=True)
+        if finding.level == "problem"
+    ]
+    monkeypatch.setattr(load_engines, "load_both", lambda *_, **__: pytest.fail("an engine starts"))
+    with pytest.raises(UnsupportedError) as no:
+        asyncio.run(started(folder, tmp_path / "data"))
+    assert str(no.value) == told
+    assert why in told
+    assert "\n" not in told
