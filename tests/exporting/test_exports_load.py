@@ -27,7 +27,7 @@ from tests.exporting.conftest import Tuned, asked, hf_logprobs, load
 pytestmark = pytest.mark.more
 
 FAMILIES = ("qwen3", "qwen3_vl", "qwen2_5_vl", "qwen3_5", "gemma3")
-EXPERTS = ("mixtral", "olmoe")
+EXPERTS = ("mixtral", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "qwen3_next")
 """Text models with routed experts, beside the first."""
 Make = Callable[..., Tuned]
 

@@ -2,8 +2,8 @@
 compute is refused in a sentence, by `check` too, before an engine starts."""
 
 import asyncio
-import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,23 @@ from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.cli.check_command import check_model
 from tinker_local.backend.models import load_engines
 from tinker_local.backend.tiny_models import make_tiny_text_model
+from tinker_local.backend.tiny_models.text_families import TEXT_FAMILIES, TextFamilyName
 from tinker_local.types import UnsupportedError
 
 pytestmark = pytest.mark.more
 
 EXPERTS = "w1, w3, w2"
+MLP = "gate_proj, up_proj, down_proj"
 ATTENTION = "q_proj, k_proj, v_proj, o_proj"
 TRAINS: dict[str, str] = {
     "mixtral": f"the written-out decoder; adapters reach {ATTENTION}, {EXPERTS}, lm_head",
     "olmoe": f"the written-out decoder; adapters reach {ATTENTION}, {EXPERTS}, lm_head",
+    "qwen2_moe": f"the written-out decoder; adapters reach {ATTENTION}, {EXPERTS}, {MLP}, lm_head",
+    "glm4_moe": f"the written-out decoder; adapters reach {ATTENTION}, {MLP}, {EXPERTS}, lm_head",
+    "ernie4_5_moe": f"the written-out decoder; adapters reach {ATTENTION}, {MLP}, {EXPERTS}, lm_head",
+    "minimax_m2": f"the written-out decoder; adapters reach {ATTENTION}, {EXPERTS}, lm_head",
+    "qwen3_next": "the written-out decoder; adapters reach in_proj_qkvz, out_proj, "
+    f"{EXPERTS}, {MLP}, {ATTENTION}, lm_head",
 }
 """What the start says of each."""
 
@@ -45,9 +53,16 @@ def test_a_mixture_of_experts_starts_and_says_what_adapters_reach(family: Any, t
     assert float(agreed[1]) < 1e-4
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+REFUSED: dict[str, tuple[TextFamilyName, dict[str, Any], str]] = {
     "olmoe-normalised": ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob is True, and vLLM's OlmoeForCausalLM"),
     "olmoe-clipped": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, and vLLM's OlmoeForCausalLM"),
+    "qwen2_moe-biases": ("qwen2_moe", {"qkv_bias": False}, "qkv_bias is False, and vLLM's Qwen2MoeForCausalLM"),
+    "glm4_moe-tied": ("glm4_moe", {}, "tie_word_embeddings is True, and vLLM's Glm4MoeFor"),
+    "minimax_m2-bias": (
+        "minimax_m2",
+        {"use_routing_bias": False},
+        "use_routing_bias is False, and transformers' MiniMaxM2ForCausalLM computes as if it were True",
+    ),
     "olmoe-epsilon": ("olmoe", {"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06, and vLLM's OlmoeForCausalLM"),
 }
 """The family, fields of its config, and why a model of them is refused."""
@@ -58,9 +73,11 @@ def test_check_and_serve_refuse_what_vllm_computes_otherwise_before_an_engine_st
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, fields, why = REFUSED[case]
-    folder = make_tiny_text_model(tmp_path / "model", family=family)  # type: ignore[arg-type]
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+    kind = TEXT_FAMILIES[family]
+    own = replace(kind, settings=lambda shape: {**kind.settings(shape), **fields})
+    monkeypatch.setitem(TEXT_FAMILIES, family, own)
+    tied = case.endswith("-tied")
+    folder = make_tiny_text_model(tmp_path / "model", family=family, tie_word_embeddings=tied)
     (told,) = [
         finding.text
         for finding in check_model(ModelSource("m", str(folder)), BackendOptions(), whole=True)

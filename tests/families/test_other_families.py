@@ -248,6 +248,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 512},
         "its layers read embeddings of tokens beside model.embed_tokens",
     ),
+    "lfm2_moe": ({"layer_types": ["conv", "full_attention"]}, "model.layers.0.conv.conv is a convolution along the"),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "model.layers.0.conv.conv is a convolution along the"),
     "persimmon": (
         {},

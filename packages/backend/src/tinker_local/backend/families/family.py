@@ -70,6 +70,9 @@ class Experts:
     In transformers' `mlp`: `router`, which gives logits, scores and experts; `bias`, the buffer of its choice that it
     takes beside its input, if that is not its own; `shared`, the expert that every position takes; `shared_gate`,
     what its output is multiplied by. Empty: there is none.
+
+    `peft_fuses`: whether PEFT takes targets that are called as matrices of experts `in_files` for those of experts
+    alone, so that an export names the parameters of other such modules, of which it does not.
     """
 
     gate: str = "w1"
@@ -83,6 +86,7 @@ class Experts:
     bias: str = ""
     shared: str = ""
     shared_gate: str = ""
+    peft_fuses: bool = False
 
     @property
     def names(self) -> tuple[str, str, str]:
@@ -139,6 +143,17 @@ class VLLMHead:
     name: str = ""
     embedding: str | None = None
     declared_by: str = ""
+
+
+def unlike(config: Any, name: str, **fixed: Any) -> str:
+    """Why the class `name`, of vLLM if it is not said to be transformers', computes a model of `config` otherwise:
+    the first of the fields `fixed` that has another value than the one that the class takes for given; empty if none
+    has."""
+    owner = "" if " " in name else "vLLM's "
+    for field_name, value in fixed.items():
+        if (found := getattr(config, field_name, None)) != value:
+            return f"{field_name} is {found}, and {owner}{name} computes as if it were {value}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,13 @@ VisionFamilyName = Literal["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", 
 
 _ROPE_THETA = 1e6
 
-_WITHOUT_HEAD_SIZE: Mapping[str, str] = {"qwen2": "Qwen2.5", "olmoe": "OLMoE"}
+_WITHOUT_HEAD_SIZE: Mapping[str, str] = {
+    "qwen2": "Qwen2.5",
+    "olmoe": "OLMoE",
+    "qwen2_moe": "Qwen2-MoE",
+    "ernie4_5_moe": "Ernie 4.5",
+}
+"""Families whose attention is as wide as the hidden state."""
 
 
 def make_tiny_text_model(
@@ -66,12 +72,14 @@ def make_tiny_text_model(
     import transformers
 
     kind = TEXT_FAMILIES[family]
-    # Qwen2 and OLMoE have no setting for the head size: attention is as wide as the hidden state.
     shapes = {
         "qwen2": TextShape(hidden_size=128),
         "olmoe": TextShape(hidden_size=128),
+        "qwen2_moe": TextShape(hidden_size=128),
+        "ernie4_5_moe": TextShape(hidden_size=128),
         "qwen3_5_text": QWEN3_5_SHAPE,
         "qwen3_5_moe_text": QWEN3_5_SHAPE,
+        "qwen3_next": QWEN3_5_SHAPE,
     }
     shape = shape or shapes.get(family, TextShape())
     if family in _WITHOUT_HEAD_SIZE:
