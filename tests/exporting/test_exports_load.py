@@ -16,13 +16,18 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tinker_cookbook.weights import build_hf_model
+from tinker_local.backend.adapters.adapter_files import write_adapter
 from tinker_local.backend.exporting import export_checkpoint
 from tinker_local.backend.exporting.base_model import find_base
 from tinker_local.backend.exporting.merged_model import write_merged
 from tinker_local.backend.exporting.trained import find_checkpoint, read_trained
-from tinker_local.types import ApiError, InternalError, InvalidRequestError
+from tinker_local.backend.models.agreement import with_random_b
+from tinker_local.backend.training.run.worker import HFTrainer
+from tinker_local.backend.training.trainer_config import TrainerConfig
+from tinker_local.types import ApiError, InternalError, InvalidRequestError, LoraConfig
 
 from tests.exporting.conftest import Tuned, asked, hf_logprobs, load
+from tests.families.test_mixed_layers import mixed
 
 pytestmark = pytest.mark.more
 
@@ -260,6 +265,25 @@ def test_peft_loads_experts_and_computes_what_was_trained(
     card = (tmp_path / "a" / "README.md").read_text()
     assert "PEFT from 0.19.1" in card
     assert "vllm serve" not in card
+
+
+def test_peft_takes_no_mlp_for_experts(tmp_path: Path) -> None:
+    """Of Qwen3-MoE with a layer without experts: PEFT would take targets of its MLP for those of experts."""
+    model = mixed(tmp_path / "model", vision=False, fields={"mlp_only_layers": [0]})
+    trainer = HFTrainer(TrainerConfig(str(model), name="tiny", dtype="float32", device="cpu"))
+    trainer.create_adapter("a", LoraConfig(rank=4, seed=1))
+    trainer.load_adapter("a", with_random_b(trainer.capture("a", optimizer=False)))
+    (tmp_path / "c").mkdir()
+    write_adapter(tmp_path / "c", trainer.capture("a", optimizer=False))
+    exported = export_checkpoint(tmp_path / "c", tmp_path / "p", to="peft", base=str(model))
+    assert exported.checked is not None
+    assert exported.checked.agrees
+    kept = load_file(tmp_path / "p" / "adapter_model.safetensors")
+    theirs = peft.PeftModel.from_pretrained(load(model), str(tmp_path / "p")).state_dict()
+    mlp = [name for name in kept if ".layers.0.mlp." in name]
+    assert len(mlp) == 6
+    for name in mlp:
+        assert torch.equal(theirs[name.replace(".weight", ".default.weight")], kept[name])
 
 
 def test_experts_alone_are_exported_for_peft(tuned: Make, tmp_path: Path) -> None:
