@@ -43,6 +43,16 @@ async def started(folder: Path, data_dir: Path) -> list[str]:
         return said
 
 
+def altered(
+    folder: Path, family: TextFamilyName, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, tied: bool = False
+) -> Path:
+    """A tiny model of `family` with `fields` of its config set otherwise."""
+    kind = TEXT_FAMILIES[family]
+    own = replace(kind, settings=lambda shape: {**kind.settings(shape), **fields})
+    monkeypatch.setitem(TEXT_FAMILIES, family, own)
+    return make_tiny_text_model(folder, family=family, tie_word_embeddings=tied)
+
+
 @pytest.mark.parametrize("family", TRAINS)
 def test_a_mixture_of_experts_starts_and_says_what_adapters_reach(family: Any, tmp_path: Path) -> None:
     said = asyncio.run(started(make_tiny_text_model(tmp_path / "model", family=family), tmp_path / "data"))
@@ -53,11 +63,38 @@ def test_a_mixture_of_experts_starts_and_says_what_adapters_reach(family: Any, t
     assert float(agreed[1]) < 1e-4
 
 
+VARIANTS: dict[str, tuple[TextFamilyName, dict[str, Any]]] = {
+    "mixtral-window": ("mixtral", {"sliding_window": 16}),
+    "qwen2_moe-every-second": ("qwen2_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "glm4_moe-one-group": (
+        "glm4_moe",
+        {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "attention_bias": False, "norm_topk_prob": False},
+    ),
+    "ernie4_5_moe-nothing-shared": ("ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_layer_start_index": 0}),
+    "minimax_m2-whole-heads": (
+        "minimax_m2",
+        {"rotary_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
+    "qwen3_next-listed": ("qwen3_next", {"mlp_only_layers": [0], "norm_topk_prob": False}),
+}
+"""Families with fields that published models have otherwise than the tiny ones."""
+
+
+@pytest.mark.parametrize("case", VARIANTS)
+def test_other_settings_of_published_models_start(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = altered(tmp_path / "model", *VARIANTS[case], monkeypatch)
+    said = asyncio.run(started(folder, tmp_path / "data"))
+    agreed = re.search(r"agree to (\S+) nats", said[-1])
+    assert agreed is not None
+    assert float(agreed[1]) < 1e-4
+
+
 REFUSED: dict[str, tuple[TextFamilyName, dict[str, Any], str]] = {
     "olmoe-normalised": ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob is True, and vLLM's OlmoeForCausalLM"),
     "olmoe-clipped": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, and vLLM's OlmoeForCausalLM"),
     "qwen2_moe-biases": ("qwen2_moe", {"qkv_bias": False}, "qkv_bias is False, and vLLM's Qwen2MoeForCausalLM"),
     "glm4_moe-tied": ("glm4_moe", {}, "tie_word_embeddings is True, and vLLM's Glm4MoeFor"),
+    "ernie4_5_moe-biases": ("ernie4_5_moe", {"use_bias": True}, "use_bias is True, and vLLM's Ernie4_5_MoeForCausalLM"),
     "minimax_m2-bias": (
         "minimax_m2",
         {"use_routing_bias": False},
@@ -73,11 +110,7 @@ def test_check_and_serve_refuse_what_vllm_computes_otherwise_before_an_engine_st
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, fields, why = REFUSED[case]
-    kind = TEXT_FAMILIES[family]
-    own = replace(kind, settings=lambda shape: {**kind.settings(shape), **fields})
-    monkeypatch.setitem(TEXT_FAMILIES, family, own)
-    tied = case.endswith("-tied")
-    folder = make_tiny_text_model(tmp_path / "model", family=family, tie_word_embeddings=tied)
+    folder = altered(tmp_path / "model", family, fields, monkeypatch, tied=case.endswith("-tied"))
     (told,) = [
         finding.text
         for finding in check_model(ModelSource("m", str(folder)), BackendOptions(), whole=True)
