@@ -48,13 +48,16 @@ def test_trainer_and_sampler_agree_in_fewer_bits(packed_server: Any, real_sdk: A
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [("qwen3_moe", "int8"), ("qwen3_moe", "int4"), ("mixtral", "int8"), ("glm4_moe", "int4"), ("minimax_m2", "int8")],
+)
 def test_trainer_and_sampler_agree_with_experts_in_fewer_bits(
-    precision: str, serve: Callable[..., Server], tmp_path: Path
+    family: Any, precision: str, serve: Callable[..., Server], tmp_path: Path
 ) -> None:
     """In two processes, which read one copy."""
     shape = TextShape(intermediate_size=256)
-    path = make_tiny_text_model(tmp_path / "model", family="qwen3_moe", shape=shape)
+    path = make_tiny_text_model(tmp_path / "model", family=family, shape=shape)
     processes = ("--sampler", "process", "--trainer", "process")
     server = serve("--model", f"tiny/experts={path}", "--base-precision", precision, "--kv-cache", "0.25", *processes)
     (shared,) = [line for line in server.lines if "trainer and sampler share" in line]

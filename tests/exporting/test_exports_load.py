@@ -16,17 +16,24 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tinker_cookbook.weights import build_hf_model
+from tinker_local.backend.adapters.adapter_files import write_adapter
 from tinker_local.backend.exporting import export_checkpoint
 from tinker_local.backend.exporting.base_model import find_base
 from tinker_local.backend.exporting.merged_model import write_merged
 from tinker_local.backend.exporting.trained import find_checkpoint, read_trained
-from tinker_local.types import ApiError, InternalError, InvalidRequestError
+from tinker_local.backend.models.agreement import with_random_b
+from tinker_local.backend.training.run.worker import HFTrainer
+from tinker_local.backend.training.trainer_config import TrainerConfig
+from tinker_local.types import ApiError, InternalError, InvalidRequestError, LoraConfig
 
 from tests.exporting.conftest import Tuned, asked, hf_logprobs, load
+from tests.families.test_mixed_layers import mixed
 
 pytestmark = pytest.mark.more
 
 FAMILIES = ("qwen3", "qwen3_vl", "qwen2_5_vl", "qwen3_5", "gemma3")
+EXPERTS = ("mixtral", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "qwen3_next")
+"""Text models with routed experts, beside the first."""
 Make = Callable[..., Tuned]
 
 
@@ -69,6 +76,7 @@ def test_peft_loads_an_export_without_a_key_mapping_and_computes_what_was_traine
         ("qwen3_vl_moe", True),
         ("qwen3_5_moe", False),
         ("gpt_oss", False),
+        *((family, False) for family in EXPERTS),
     ],
 )
 def test_merged_model_computes_what_was_trained(tuned: Make, tmp_path: Path, family: str, tied: bool) -> None:
@@ -197,6 +205,7 @@ def test_merged_model_keeps_the_dtype_of_its_base(tuned: Make, tmp_path: Path) -
         ("gemma3", True, False, False),
         ("qwen3_5_moe", False, True, False),
         ("gpt_oss", False, False, False),
+        *((family, False, family == "mixtral", False) for family in EXPERTS),
         ("qwen3_vl", True, True, True),
         ("qwen2_5_vl", True, False, True),
         ("qwen3_5", True, True, True),
@@ -212,7 +221,7 @@ def test_vllm_as_it_is_computes_what_was_trained(
     assert exported.checked.library == "vLLM"
     assert exported.checked.agrees, str(exported.checked)
     assert exported.checked.effect > (0.05 if family == "gemma3" else 0.1)
-    assert exported.checked.images == (family not in ("qwen3", "gpt_oss"))
+    assert exported.checked.images == (family not in ("qwen3", "gpt_oss", *EXPERTS))
 
 
 def test_a_head_is_exported_for_the_vllm_that_takes_it(tuned: Make, tmp_path: Path) -> None:
@@ -233,7 +242,7 @@ def test_vllm_is_refused_what_it_would_not_take(tuned: Make, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        *((family, "checkpoint") for family in ("qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "gpt_oss")),
+        *((family, "checkpoint") for family in ("qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "gpt_oss", *EXPERTS)),
         ("qwen3_vl_moe", "exported"),
     ],
 )
@@ -256,6 +265,25 @@ def test_peft_loads_experts_and_computes_what_was_trained(
     card = (tmp_path / "a" / "README.md").read_text()
     assert "PEFT from 0.19.1" in card
     assert "vllm serve" not in card
+
+
+def test_peft_takes_no_mlp_for_experts(tmp_path: Path) -> None:
+    """Of Qwen3-MoE with a layer without experts: PEFT would take targets of its MLP for those of experts."""
+    model = mixed(tmp_path / "model", vision=False, fields={"mlp_only_layers": [0]})
+    trainer = HFTrainer(TrainerConfig(str(model), name="tiny", dtype="float32", device="cpu"))
+    trainer.create_adapter("a", LoraConfig(rank=4, seed=1))
+    trainer.load_adapter("a", with_random_b(trainer.capture("a", optimizer=False)))
+    (tmp_path / "c").mkdir()
+    write_adapter(tmp_path / "c", trainer.capture("a", optimizer=False))
+    exported = export_checkpoint(tmp_path / "c", tmp_path / "p", to="peft", base=str(model))
+    assert exported.checked is not None
+    assert exported.checked.agrees
+    kept = load_file(tmp_path / "p" / "adapter_model.safetensors")
+    theirs = peft.PeftModel.from_pretrained(load(model), str(tmp_path / "p")).state_dict()
+    mlp = [name for name in kept if ".layers.0.mlp." in name]
+    assert len(mlp) == 6
+    for name in mlp:
+        assert torch.equal(theirs[name.replace(".weight", ".default.weight")], kept[name])
 
 
 def test_experts_alone_are_exported_for_peft(tuned: Make, tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ from tests.exporting.conftest import Tuned, asked, hf_logprobs, load, rendered
 from tests.float64 import Exact, assert_near
 
 Make = Callable[..., Tuned]
+NEWER = ("mixtral", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "qwen3_next")
+"""Families with routed experts that came later."""
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -86,7 +88,8 @@ def assert_computes(trainer: HFTrainer, model: Path, expected: np.ndarray) -> No
         *((family, "peft") for family in ("qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5")),
         *((family, "hosted") for family in ("qwen3", "qwen3_5", "gpt_oss")),
         *((family, "checkpoint") for family in ("qwen3_moe", "qwen3_5_moe", "gpt_oss")),
-        *((family, "peft") for family in ("qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "gpt_oss")),
+        *((family, "peft") for family in ("qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "gpt_oss", *NEWER)),
+        ("mixtral", "vllm"),
         ("qwen3_vl", "tower"),
     ],
 )
@@ -94,11 +97,12 @@ def test_an_export_comes_back_bit_for_bit(tuned: Make, tmp_path: Path, family: s
     if layout == "tower":
         trained = tuned(family, True, True, True)
     else:
-        experts = family.endswith("_moe") or family == "gpt_oss"
+        experts = family.endswith("_moe") or family in ("gpt_oss", *NEWER)
         trained = tuned(family, not experts and (layout == "peft" or family in ("qwen3", "qwen3_5")))
     folder = {"hosted": trained.exported, "checkpoint": trained.checkpoint}.get(layout, tmp_path / "peft")
-    if layout in ("peft", "tower"):
-        export_checkpoint(trained.checkpoint, folder, to="peft", base=str(trained.model), check=False)
+    if layout in ("peft", "tower", "vllm"):
+        to: Any = "vllm" if layout == "vllm" else "peft"
+        export_checkpoint(trained.checkpoint, folder, to=to, base=str(trained.model), check=False)
     with imported(folder, trained.model) as (trainer, state, notes):
         assert notes == ()
         tensors = {name: tensor.numpy() for name, tensor in load_file(trained.checkpoint / WEIGHTS).items()}

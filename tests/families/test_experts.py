@@ -56,6 +56,8 @@ from tests.training.autograd_reference import model_arguments
 _DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
 _EXPERTS = ("experts.w1", "experts.w2", "experts.w3")
 _SHARED = ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj")
+_SHARED_EXPERTS = tuple(name.replace("shared_expert", "shared_experts") for name in _SHARED)
+_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _LINEAR_ATTENTION = ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "out_proj")
 TARGETS = {
     "qwen3_moe": (*_DENSE, *_EXPERTS),
@@ -63,6 +65,13 @@ TARGETS = {
     "qwen3_5_moe": (*_DENSE, *_EXPERTS, *_SHARED, *_LINEAR_ATTENTION),
     "qwen3_5_moe_text": (*_DENSE, *_EXPERTS, *_SHARED, *_LINEAR_ATTENTION),
     "gpt_oss": (*_DENSE, *_EXPERTS),
+    "mixtral": (*_DENSE, *_EXPERTS),
+    "olmoe": (*_DENSE, *_EXPERTS),
+    "qwen2_moe": (*_DENSE, *_EXPERTS, *_SHARED),
+    "glm4_moe": (*_DENSE, *_EXPERTS, *_SHARED_EXPERTS, *_MLP),
+    "ernie4_5_moe": (*_DENSE, *_EXPERTS, *_SHARED_EXPERTS, *_MLP),
+    "minimax_m2": (*_DENSE, *_EXPERTS),
+    "qwen3_next": (*_DENSE, *_EXPERTS, *_SHARED, "in_proj_qkvz", "out_proj"),
 }
 """What the hosted service trains, by family."""
 
@@ -70,9 +79,12 @@ NOT_TRAINED = {
     "qwen3_5_moe": ("mlp.gate", "mlp.shared_expert_gate"),
     "qwen3_5_moe_text": ("mlp.gate", "mlp.shared_expert_gate"),
     "gpt_oss": ("mlp.router",),
+    "qwen2_moe": ("mlp.gate", "mlp.shared_expert_gate"),
+    "qwen3_next": ("mlp.gate", "mlp.shared_expert_gate"),
 }
 """Modules of which vLLM takes adapters, and most of whose models ignore them; of other families `mlp.gate` alone."""
 
+NEWER = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "qwen3_next")
 FAMILIES = tuple(family for family in TARGETS if family != "qwen3_5_moe_text")  # the same layers
 DECODERS = ("autograd", "written-out")
 ATTENTION = {"train_mlp": False, "train_unembed": False}
@@ -94,7 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     @cache
     def made(family: str) -> Path:
         place, options = tmp_path_factory.mktemp(family) / "model", {"family": family, "tie_word_embeddings": False}
-        if family.startswith("qwen3_5_moe"):  # with weights that amplify rounding less
+        if family.startswith(("qwen3_5_moe", "qwen3_next")):  # with weights that amplify rounding less
             options["text" if family == "qwen3_5_moe" else "shape"] = replace(QWEN3_5_SHAPE, weight_scale=0.6)
         make: Any = make_tiny_text_model if FAMILY_OF[family].vision is None else make_tiny_vl_model
         path: Path = make(place, **options)
@@ -233,7 +245,7 @@ class Merged:
 @pytest.mark.mutation(
     "router-without-gradient-written-out",
     "ExpertsPass._add_gradient_by_scores",
-    "block.router_matrix.add_back(grad_m, grad_logits)",
+    "block.router_matrix.add_back(grad_m, grad_logits.to(grad_m.dtype))",
     "grad_m.add_(0)",
     cases=("qwen3_moe-written-out", "gpt_oss-written-out"),
 )
@@ -363,7 +375,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "gpt_oss", "glm4_moe", "ernie4_5_moe", "minimax_m2"])
 def test_no_layer_with_experts_waits_for_the_device(
     family: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,12 +399,12 @@ def test_no_layer_with_experts_waits_for_the_device(
     for name, rank in (("a", 4), ("b", 8)):
         trainer.create_adapter(name, LoraConfig(rank=rank, seed=1))
     trainer.forward_backward([TrainWork(name, data(3), "cross_entropy") for name in ("a", "b")])
-    assert len(ran) >= 6
+    assert len(ran) >= 3
     assert waits.count == 0
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral", "glm4_moe", "ernie4_5_moe", "minimax_m2"])
 def test_a_bfloat16_model_with_experts_trains(family: str, decoder: Any, folder: Folder) -> None:
     """Where gradients are float32 and activations are not."""
     trainer = HFTrainer(
@@ -480,7 +492,7 @@ def write(path: Path, state: AdapterState) -> AdapterVersion:
 @pytest.mark.parametrize(
     "family",
     [
-        *("qwen3_moe", "qwen3_5_moe", "gpt_oss"),
+        *("qwen3_moe", "qwen3_5_moe", *NEWER),
         *(pytest.param(family, marks=pytest.mark.more) for family in ("qwen3_vl_moe", "qwen3_5_moe_text")),
     ],
 )
@@ -503,9 +515,9 @@ def test_each_target_alone_reaches_the_sampler(family: str, folder: Folder, tmp_
         versions[copy] = write(tmp_path / copy, trainer.capture(copy, optimizer=False))
     refused = {}
     for module in NOT_TRAINED.get(family, ("mlp.gate",)):
-        height = len(trainer._loaded.model.get_submodule(f"{decoder}.layers.0.{module}").weight)
+        height = len(trainer._loaded.model.get_submodule(f"{decoder}.layers.1.{module}").weight)
         extra = {
-            f"base_model.model.{decoder}.layers.0.{module}.lora_{factor}.weight": np.ones(shape, np.float32)
+            f"base_model.model.{decoder}.layers.1.{module}.lora_{factor}.weight": np.ones(shape, np.float32)
             for factor, shape in (("A", (4, 64)), ("B", (height, 4)))
         }
         refused[module] = write(tmp_path / module, replace(full, tensors={**full.tensors, **extra}))
@@ -540,7 +552,7 @@ def test_each_target_alone_reaches_the_sampler(family: str, folder: Folder, tmp_
     exact = Exact(trainer)
     for module, message in messages.items():
         assert "vLLM does not use the tensors of" in message
-        assert f"model.layers.0.{module}" in message
+        assert f"model.layers.1.{module}" in message
     for name, prompt, output in zip(versions, prompts, outputs, strict=True):
         (sequence,) = output.sequences
         ids = np.concatenate([prompt.token_ids, sequence.tokens.astype(np.int32)])

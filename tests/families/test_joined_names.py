@@ -20,6 +20,10 @@ SEEN = {
     "qwen3_5_text": {QKV.vllm, GATE_UP.vllm, QKVZ.vllm, BA.vllm},
     "qwen3_moe": {QKV.vllm, *OF_VLLM.values()},
     "gpt_oss": {QKV.vllm, *OF_VLLM.values()},
+    "mixtral": {QKV.vllm, *OF_VLLM.values()},
+    "minimax_m2": {QKV.vllm, *OF_VLLM.values()},
+    "glm4_moe": {QKV.vllm, GATE_UP.vllm, *OF_VLLM.values()},
+    "qwen3_next": {QKV.vllm, GATE_UP.vllm, QKVZ.vllm, BA.vllm, *OF_VLLM.values()},
 }
 """What vLLM's layers have, by the family."""
 
@@ -42,7 +46,7 @@ async def test_joined_matrices_have_the_rows_of_vllms(family: Any, tmp_path: Pat
                 QKV.vllm: lambda layer=layer: layer[0].qkv,
                 QKVZ.vllm: lambda layer=layer: layer[0].qkvz,
                 BA.vllm: lambda layer=layer: layer[0].ba,
-                GATE_UP.vllm: lambda layer=layer: layer[1].gate_up,
+                GATE_UP.vllm: lambda layer=layer: (getattr(layer[1], "shared", None) or layer[1]).gate_up,
             }
             last = name.rpartition(".")[2]
             if last in joined:

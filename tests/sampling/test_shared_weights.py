@@ -117,7 +117,7 @@ def matrices(sampler: VLLMSampler) -> dict[str, torch.Tensor]:
             (family, "auto", False)
             for family in (
                 *("qwen3", "qwen3_vl", "qwen3_moe", "qwen3_vl_moe", "qwen3_5_text", "qwen2_5_vl"),
-                *("gpt_oss", "gemma2", "gemma3", "llama"),
+                *("gpt_oss", "gemma2", "gemma3", "llama", "mixtral", "glm4_moe", "minimax_m2"),
             )
         ),
         ("qwen3", "autograd", False),

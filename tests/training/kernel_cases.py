@@ -210,18 +210,23 @@ def check_experts(
     chosen = torch.stack([torch.randperm(experts - 1, generator=generator)[:2] for _ in range(start)]).to(device)
     x, grad, scores = draw(start, hidden), draw(start, hidden), draw(start, 2)
     seen = []
-    ways: list[tuple[Kernels, torch.dtype]] = [(TritonKernels(), dtype), (TorchKernels(), torch.float32)]
-    for kernels, kind in ways:
+    ways: list[tuple[Kernels, torch.dtype, torch.dtype]] = [
+        (TritonKernels(), dtype, dtype),
+        (TorchKernels(), torch.float32, torch.float32),
+        (TritonKernels(), dtype, torch.float32),  # as routers of some families give scores
+        (TorchKernels(), dtype, torch.float32),
+    ]
+    for kernels, kind, of_scores in ways:
         batch = LoraBatch(groups_of(targets), found, kind, torch.float32, gradient=True)
         low = batch.group("experts.gate_up"), batch.group("experts.down")
         assert low[0] is not None
         of_layer = ExpertWeights(*(DenseStack(matrix.to(kind)) for matrix in matrices))
         routing = Routing.of(chosen, experts, low[0].owners, kernels)
         h, gate_up = gate_and_up(x.to(kind), routing, of_layer, low[0], kernels)
-        mid, output = down(gate_up, h, scores.to(kind), routing, of_layer, *low, kernels)
+        mid, output = down(gate_up, h, scores.to(of_scores), routing, of_layer, *low, kernels)
         kept = ExpertsKept(gate_up, h, mid)
         grad_x, grad_scores = experts_backward(
-            grad.to(kind), x.to(kind), scores.to(kind), routing, of_layer, kept, *low, kernels
+            grad.to(kind), x.to(kind), scores.to(of_scores), routing, of_layer, kept, *low, kernels
         )
         gradients: dict[str, torch.Tensor] = {}
         for place, adapter in enumerate(batch.adapters):
@@ -231,8 +236,9 @@ def check_experts(
         seen.append({"output": output, "grad_x": grad_x, "grad_scores": grad_scores, **gradients})
     for name, wanted in seen[1].items():
         assert float(wanted.norm()) > 0, name
-        difference = float((seen[0][name].float() - wanted).norm() / wanted.norm())
-        assert difference <= relative, f"{name}: {difference:.2g}"
+        for way, found_here in enumerate(seen):
+            difference = float((found_here[name].float() - wanted).norm() / wanted.norm())
+            assert difference <= relative, f"{name} {way}: {difference:.2g}"
 
 
 def check_sort(device: str, tokens: int, chosen: int, experts: int, owners: int) -> None:

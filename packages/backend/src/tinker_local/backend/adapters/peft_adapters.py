@@ -31,6 +31,9 @@ MAX_HEADER_BYTES = 2**24
 LONGEST_NAME = 512
 """Characters of a tensor's name, which messages quote."""
 
+WEIGHT = ".weight"
+"""The end of a parameter of a Linear module, which `target_parameters` may name too."""
+
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.([^.]+))?\.weight")
 """With the adapter's name in state dicts, which `save_pretrained` leaves out: `lora_A.default.weight`."""
 
@@ -330,6 +333,8 @@ def _names_of_peft(path: str, family: Family) -> list[str]:
     """What PEFT may call the module at `path`, a part of it or an expert's projection."""
     parent, _, last = path.rpartition(".")
     names = [path, *(f"{parent}.{name}" for name, rows in family.lora.split.items() if last in rows.projections)]
+    if family.lora.experts is not None and family.lora.experts.peft_fuses:
+        names.append(f"{path}{WEIGHT}")
     if family.lora.experts is not None and last in family.lora.experts.names:
         names.append(f"{parent}.{EXPERTS_DOWN if last == family.lora.experts.down else EXPERTS_GATE_UP}")
     return names
@@ -353,11 +358,13 @@ def _lost(what: str, more: str = "") -> InvalidRequestError:
 
 def _parent_of_experts(config: PeftConfig, family: Family) -> str | None:
     """The last name of the modules whose experts are trained as `target_parameters`; None without these.
-    InvalidRequestError for other parameters."""
-    if not config.target_parameters:
+    InvalidRequestError for other parameters, but weights of modules as exports name them."""
+    fused = family.lora.experts is not None and family.lora.experts.peft_fuses
+    parameters = [each for each in config.target_parameters if not (fused and each.endswith(WEIGHT))]
+    if not parameters:
         return None
     parents, lasts = set[str](), list[str]()
-    for each in config.target_parameters:
+    for each in parameters:
         path, _, last = each.rpartition(".")
         parents.add(path.rpartition(".")[2])
         lasts.append(last)

@@ -19,6 +19,13 @@ TEXT_KINDS = (
     "gemma2",
     "gemma3_text",
     "gpt_oss",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "glm4_moe",
+    "ernie4_5_moe",
+    "minimax_m2",
+    "qwen3_next",
 )
 VISION_KINDS = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "gemma3")
 ALIASES = {"text": "qwen3", "vl": "qwen3_vl"}

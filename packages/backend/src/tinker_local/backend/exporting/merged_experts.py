@@ -37,17 +37,13 @@ def expert_modules(trained: Trained) -> list[str]:
     return list(found)
 
 
-WHOLE, EACH = EXPERTS_GATE_UP, "0.gate_proj.weight"
-"""A tensor of experts in files that have one of all experts, and in files that have one of each, below their module."""
-
-
-def merges(trained: Trained, module: str, prefix: str, form: str) -> Mapping[str, Merge]:
-    """For each tensor in files of the experts `module`: what adds the adapter. `prefix`: how their names begin; `form`:
-    `WHOLE` or `EACH`."""
+def merges(trained: Trained, module: str, prefix: str, *, whole: bool) -> Mapping[str, Merge]:
+    """For each tensor in files of the experts `module`: what adds the adapter. `prefix`: how their names begin;
+    `whole`: whether the files have one of all experts, and not one of each."""
     names = trained.base.family.lora.experts
     assert names is not None
     gate, up, down = (f"{module}.{name}" for name in names.names)
-    if form == WHOLE:
+    if whole:
         return {
             f"{prefix}{EXPERTS_GATE_UP}": partial(_add_to_all, trained, names, (gate, up)),
             f"{prefix}{EXPERTS_DOWN}": partial(_add_to_all, trained, names, (down,)),
@@ -56,7 +52,7 @@ def merges(trained: Trained, module: str, prefix: str, form: str) -> Mapping[str
     return {
         f"{prefix}{expert}.{name}.weight": partial(_add, trained, path, expert)
         for expert in range(count)
-        for name, path in (("gate_proj", gate), ("up_proj", up), ("down_proj", down))
+        for name, path in zip(names.in_files, (gate, up, down), strict=True)
     }
 
 

@@ -11,10 +11,10 @@ from safetensors import safe_open
 from tinker_local.backend.adapters.adapter import HEAD, LORA_ALPHA
 from tinker_local.backend.adapters.adapter_tensors import as_torch
 from tinker_local.backend.exporting.base_model import BaseModel
-from tinker_local.backend.exporting.merged_experts import EACH, WHOLE, Merge, expert_modules, merges
+from tinker_local.backend.exporting.merged_experts import Merge, expert_modules, merges
 from tinker_local.backend.exporting.trained import Trained
 from tinker_local.backend.weight_files import INDEX, SINGLE, weight_files
-from tinker_local.backend.weights.joined_names import DRAFT
+from tinker_local.backend.weights.joined_names import DRAFT, EXPERTS_GATE_UP
 from tinker_local.backend.weights.published import OTHER_CONFIGS, in_layers
 from tinker_local.types import InvalidRequestError
 
@@ -77,9 +77,12 @@ def _changed(trained: Trained, names: list[str]) -> dict[str, Merge]:
         if path != HEAD and path.rpartition(".")[0] not in experts:
             found[_name_in_files(base, f"{path}.weight", names)] = partial(_added, trained, path)
     for module in experts:
-        form = WHOLE if any(name.endswith(f".{WHOLE}") for name in names) else EACH
-        name = _name_in_files(base, f"{module}.{form}", names)
-        found |= merges(trained, module, name.removesuffix(form), form)
+        called = base.family.lora.experts
+        assert called is not None, "it has experts"
+        whole = any(name.endswith(f".{EXPERTS_GATE_UP}") for name in names)
+        first = EXPERTS_GATE_UP if whole else f"0.{called.in_files[0]}.weight"
+        name = _name_in_files(base, called.path_in_files(f"{module}.{first}"), names)
+        found |= merges(trained, module, name.removesuffix(first), whole=whole)
     if missing := found.keys() - set(names):
         raise InvalidRequestError(f"{base.folder}: {len(missing)} tensors are missing, such as {min(missing)}")
     return found

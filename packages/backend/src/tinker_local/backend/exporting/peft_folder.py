@@ -18,8 +18,11 @@ VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 def write_adapter_for(library: Literal["peft", "vllm"], folder: Path, trained: Trained) -> None:
     """Write the adapter in float32 into `folder`, with the names of the base model's modules; experts as `library` has
     them."""
-    names = trained.base.family.lora.experts if library == "peft" else None
+    experts = trained.base.family.lora.experts
+    names = experts if library == "peft" else None
     tensors = trained.tensors if names is None else as_parameters(trained.tensors, names)
+    if experts is not None and names is None:
+        tensors = {experts.path_in_files(name): array for name, array in tensors.items()}
     arrays = {name: np.ascontiguousarray(array, np.float32) for name, array in tensors.items()}
     save_file(arrays, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(trained.peft_config(names), indent=2) + "\n")

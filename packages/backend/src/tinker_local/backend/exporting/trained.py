@@ -140,9 +140,15 @@ class Trained:
             if any(f".{name}.lora" in t for t in self.tensors)
         }
         modules = {"target_modules": list(self.base.target_modules(self.paths))}
-        if parameters := target_parameters(self.tensors, experts):
+        parameters = target_parameters(self.tensors, experts)
+        if parameters:
             parts[EXPERTS_GATE_UP] = 2
-            others = [path for path in self.paths if self.factors(path)[0].ndim == 2]
+        others = [path for path in self.paths if self.factors(path)[0].ndim == 2]
+        if experts is not None and experts.peft_fuses:
+            alike = [path for path in others if path.rpartition(".")[2] in experts.in_files]
+            others = [path for path in others if path not in alike]
+            parameters += [f"{name}.weight" for name in self.base.target_modules(alike)]
+        if parameters:
             modules = {"target_modules": list(self.base.target_modules(others)), "target_parameters": parameters}
         patterns = {
             "rank_pattern": {name: count * rank for name, count in parts.items()},

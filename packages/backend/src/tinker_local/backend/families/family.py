@@ -58,25 +58,48 @@ class SplitRows:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """How the modules of routed experts are named.
+    """What the parts of a layer with routed experts are called.
 
-    transformers has one module of all experts of a layer, whose parameters `gate_up_proj` [E, 2 I, H] and `down_proj`
-    [E, H, I] are not Linear modules. Adapters call their projections `gate`, `up` and `down`, below the module's name.
-    Files have these parameters, or a tensor for each expert and projection, as `gate_proj.weight`. `transposed`:
-    whether the parameters are [E, H, 2 I] and [E, I, H] there. `interleaved`: whether gate and up take turns there,
-    number by number; otherwise gate comes first.
+    transformers has one module of all experts of a layer, `experts` in its `mlp`, whose parameters `gate_up_proj`
+    [E, 2 I, H] and `down_proj` [E, H, I] are not Linear modules. Adapters call their projections `gate`, `up` and
+    `down`, below the module's name. Files have these parameters, or a matrix for each expert and projection, which
+    they call by `in_files`. `transposed`: whether the parameters are [E, H, 2 I] and [E, I, H] there. `interleaved`:
+    whether gate and up take turns there, number by number; otherwise gate comes first. `block`: what files and vLLM
+    call `mlp`.
+
+    In transformers' `mlp`: `router`, which gives logits, scores and experts; `bias`, the buffer of its choice that it
+    takes beside its input, if that is not its own; `shared`, the expert that every position takes; `shared_gate`,
+    what its output is multiplied by. Empty: there is none.
+
+    `peft_fuses`: whether PEFT takes targets that are called as matrices of experts `in_files` for those of experts
+    alone, so that an export names the parameters of other such modules, of which it does not.
     """
 
     gate: str = "w1"
     up: str = "w3"
     down: str = "w2"
+    in_files: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     transposed: bool = False
     interleaved: bool = False
+    block: str = "mlp"
+    router: str = "gate"
+    bias: str = ""
+    shared: str = ""
+    shared_gate: str = ""
+    peft_fuses: bool = False
 
     @property
     def names(self) -> tuple[str, str, str]:
         """Of all projections."""
         return self.gate, self.up, self.down
+
+    def path_in_files(self, path: str) -> str:
+        """The module or tensor at `path` of transformers' model as files and vLLM have it, if it is of experts."""
+        return path.replace(".mlp.experts.", f".{self.block}.experts.")
+
+    def path_here(self, path: str) -> str:
+        """The reverse of `path_in_files`."""
+        return path.replace(f".{self.block}.experts.", ".mlp.experts.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +145,17 @@ class VLLMHead:
     declared_by: str = ""
 
 
+def unlike(config: Any, name: str, **fixed: Any) -> str:
+    """Why the class `name`, of vLLM if it is not said to be transformers', computes a model of `config` otherwise:
+    the first of the fields `fixed` that has another value than the one that the class takes for given; empty if none
+    has."""
+    owner = "" if " " in name else "vLLM's "
+    for field_name, value in fixed.items():
+        if (found := getattr(config, field_name, None)) != value:
+            return f"{field_name} is {found}, and {owner}{name} computes as if it were {value}"
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Vision:
     """How a family reads images.
@@ -154,7 +188,8 @@ class Family:
     hidden states. `position_ids(config, input)`: rotary positions of one rendered input, int64 [rows, N]. `vision`:
     None for text only. `lora`: what adapters train beside the LM head. `logits(config)`: what follows the LM head, from
     the text config; None: whatever transformers' model does. `vllm_head`: None if vLLM is known to take adapters of the
-    LM head as it is. `quantized`: what to do with a checkpoint in fewer bits, which is refused. `hosted_attention`:
+    LM head as it is. `unlike_vllm(config)`: why vLLM is known to compute a model of a config otherwise; empty if it is
+    not. `quantized`: what to do with a checkpoint in fewer bits, which is refused. `hosted_attention`:
     what exports call the modules `self_attn`. `tool_parser`: of vLLM, for the form in which models of the family write
     calls of tools; None if they have none. `unused_tokens`: that published tokenizers have beyond the rows of the
     embedding. `model_type`: of its configs; empty for architectures without a family.
@@ -167,6 +202,7 @@ class Family:
     lora: LoraNames = LoraNames()
     logits: Callable[[Any], LogitRule] | None = lambda config: PLAIN_LOGITS
     vllm_head: VLLMHead | None = None
+    unlike_vllm: Callable[[Any], str] = lambda config: ""
     quantized: str = "give the original model"
     hosted_attention: str = "self_attn"
     tool_parser: str | None = None
@@ -207,5 +243,7 @@ class Family:
             return "lm_head"
         if path.startswith(f"{HOSTED_DECODER}.layers."):
             path = self.decoder_path + path.removeprefix(HOSTED_DECODER)
-            return path.replace(f".{self.hosted_attention}.", ".self_attn.")
+            path = path.replace(f".{self.hosted_attention}.", ".self_attn.")
+        if self.lora.experts is not None:
+            path = self.lora.experts.path_here(path)
         return path

@@ -4,9 +4,9 @@ take. `gate_proj`, `up_proj` and `down_proj` are of that shared expert; the rout
 from dataclasses import replace
 
 from tinker_local.backend.families import qwen3_5
-from tinker_local.backend.families.family import Experts
+from tinker_local.backend.families.qwen2_moe import EXPERTS
 
-_LORA = replace(qwen3_5.TEXT.lora, experts=Experts())
+_LORA = replace(qwen3_5.TEXT.lora, experts=EXPERTS)
 
 TEXT = replace(qwen3_5.TEXT, lora=_LORA)
 FAMILY = replace(qwen3_5.FAMILY, lora=_LORA)

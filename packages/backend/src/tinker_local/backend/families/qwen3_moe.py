@@ -2,4 +2,4 @@
 
 from tinker_local.backend.families.family import Experts, Family, LoraNames
 
-FAMILY = Family(lora=LoraNames(experts=Experts()))
+FAMILY = Family(lora=LoraNames(experts=Experts(peft_fuses=True)))

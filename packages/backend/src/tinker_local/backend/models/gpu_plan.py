@@ -243,6 +243,10 @@ class GpuPlan:
     spare: int
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What configs call the number of routed experts."""
+
+
 def spare_bytes(free: int) -> int:
     """Of a GPU with `free` bytes, what engines leave to others at any moment."""
     return min(_GIB, free // 64)
@@ -260,10 +264,11 @@ def model_sizes(
     """Sizes from the fields of a text config of transformers, with what is `packable` in `precision`, and embedding and
     LM head in `head_precision`."""
     q_width, kv_width = attention_widths(config)
-    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    experts = next((config[name] for name in _EXPERTS if config.get(name)), 0)
     # gpt-oss has no other name for the width of an expert.
     width = config.get("moe_intermediate_size") or config["intermediate_size"]
-    shared = config.get("shared_expert_intermediate_size") or 0
+    several = config.get("n_shared_experts") or config.get("moe_num_shared_experts") or 0
+    shared = config.get("shared_expert_intermediate_size") or several * width
     kinds: Sequence[str] = config.get("layer_types") or ()
     window = config.get("sliding_window") or 0
     return ModelSizes(
@@ -275,7 +280,7 @@ def model_sizes(
         kv_width=kv_width,
         vocabulary=config["vocab_size"],
         itemsize=itemsize,
-        chosen=config["num_experts_per_tok"] if experts else 0,
+        chosen=(config.get("num_experts_per_tok") or config["moe_k"]) if experts else 0,
         expert_width=width if experts else 0,
         sliding=kinds.count("sliding_attention") if window else 0,
         window=window if "sliding_attention" in kinds else 0,

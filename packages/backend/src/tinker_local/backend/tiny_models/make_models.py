@@ -3,6 +3,7 @@
 torch and transformers are imported when a model is made, not before.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +47,14 @@ VisionFamilyName = Literal["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", 
 
 _ROPE_THETA = 1e6
 
+_WITHOUT_HEAD_SIZE: Mapping[str, str] = {
+    "qwen2": "Qwen2.5",
+    "olmoe": "OLMoE",
+    "qwen2_moe": "Qwen2-MoE",
+    "ernie4_5_moe": "Ernie 4.5",
+}
+"""Families whose attention is as wide as the hidden state."""
+
 
 def make_tiny_text_model(
     out: Path,
@@ -63,15 +72,18 @@ def make_tiny_text_model(
     import transformers
 
     kind = TEXT_FAMILIES[family]
-    # Qwen2 has no setting for the head size: attention is as wide as the hidden state.
     shapes = {
         "qwen2": TextShape(hidden_size=128),
+        "olmoe": TextShape(hidden_size=128),
+        "qwen2_moe": TextShape(hidden_size=128),
+        "ernie4_5_moe": TextShape(hidden_size=128),
         "qwen3_5_text": QWEN3_5_SHAPE,
         "qwen3_5_moe_text": QWEN3_5_SHAPE,
+        "qwen3_next": QWEN3_5_SHAPE,
     }
     shape = shape or shapes.get(family, TextShape())
-    if family == "qwen2":
-        _check_attention_width("Qwen2.5", shape)
+    if family in _WITHOUT_HEAD_SIZE:
+        _check_attention_width(_WITHOUT_HEAD_SIZE[family], shape)
     model_class = getattr(transformers, kind.model_class)
     config = model_class.config_class(
         **{**text_settings(shape, kind.marks), **kind.settings(shape)},

@@ -18,6 +18,13 @@ TextFamilyName = Literal[
     "gemma2",
     "gemma3_text",
     "gpt_oss",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "glm4_moe",
+    "ernie4_5_moe",
+    "minimax_m2",
+    "qwen3_next",
 ]
 
 SLIDING_WINDOW = 16
@@ -186,6 +193,82 @@ def _gpt_oss(shape: TextShape) -> dict[str, Any]:
     }
 
 
+def _local_experts(shape: TextShape) -> dict[str, Any]:
+    """Two of eight experts, whose width has the name of an MLP's."""
+    return {
+        "intermediate_size": shape.intermediate_size // 8 * 3,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_parameters": _ROPE,
+    }
+
+
+def _mixtral(shape: TextShape) -> dict[str, Any]:
+    return {**_local_experts(shape), "head_dim": shape.head_dim}
+
+
+def _olmoe(shape: TextShape) -> dict[str, Any]:
+    """Scores are shares of all experts; attention is as wide as the hidden state."""
+    return {**_local_experts(shape), "rms_norm_eps": 1e-5}
+
+
+def _qwen2_moe(shape: TextShape) -> dict[str, Any]:
+    """The shared expert has another width, and scores are shares of all experts."""
+    shared = shape.intermediate_size // 8 * 5
+    settings = {**expert_settings(shape), "shared_expert_intermediate_size": shared, "norm_topk_prob": False}
+    return {**settings, "rope_parameters": _ROPE}
+
+
+def _half_rotary(shape: TextShape) -> dict[str, Any]:
+    """Half of each head has rotary positions."""
+    return {"head_dim": shape.head_dim, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}}
+
+
+def _glm4_moe(shape: TextShape) -> dict[str, Any]:
+    """Two of eight experts, from two of four groups of them; the first layer has an MLP. The scores of experts do not
+    add up to 1."""
+    return {
+        **_half_rotary(shape),
+        "moe_intermediate_size": shape.intermediate_size // 8 * 3,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _ernie4_5_moe(shape: TextShape) -> dict[str, Any]:
+    """Two of eight experts; the first layer has an MLP."""
+    return {
+        "moe_intermediate_size": shape.intermediate_size // 8 * 3,
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "rope_parameters": _ROPE,
+    }
+
+
+def _minimax_m2(shape: TextShape) -> dict[str, Any]:
+    """vLLM reads how experts are chosen, and how much of a head has positions, from fields that transformers' config
+    does not have."""
+    fields = {"use_routing_bias": True, "scoring_func": "sigmoid", "rotary_dim": shape.head_dim // 2}
+    return {**_local_experts(shape), **_half_rotary(shape), **fields}
+
+
+def _qwen3_next(shape: TextShape) -> dict[str, Any]:
+    """As Qwen3.5 with experts, without the positions of images."""
+    settings = qwen3_5_moe_settings(shape)
+    rope = {name: value for name, value in settings["rope_parameters"].items() if not name.startswith("mrope")}
+    return {**settings, "rope_parameters": rope}
+
+
 TEXT_FAMILIES: dict[TextFamilyName, TextFamily] = {
     "qwen3": TextFamily("Qwen3ForCausalLM", QWEN, _qwen3),
     "qwen3_moe": TextFamily("Qwen3MoeForCausalLM", QWEN, _qwen3_moe, tied=False),
@@ -197,4 +280,11 @@ TEXT_FAMILIES: dict[TextFamilyName, TextFamily] = {
     "gemma2": TextFamily("Gemma2ForCausalLM", GEMMA, _gemma2),
     "gemma3_text": TextFamily("Gemma3ForCausalLM", GEMMA, gemma3_settings),
     "gpt_oss": TextFamily("GptOssForCausalLM", GPT_OSS, _gpt_oss, tied=False),
+    "mixtral": TextFamily("MixtralForCausalLM", MISTRAL, _mixtral, tied=False),
+    "olmoe": TextFamily("OlmoeForCausalLM", QWEN, _olmoe, tied=False),
+    "qwen2_moe": TextFamily("Qwen2MoeForCausalLM", QWEN, _qwen2_moe, tied=False),
+    "glm4_moe": TextFamily("Glm4MoeForCausalLM", QWEN, _glm4_moe, tied=False),
+    "ernie4_5_moe": TextFamily("Ernie4_5_MoeForCausalLM", QWEN, _ernie4_5_moe),
+    "minimax_m2": TextFamily("MiniMaxM2ForCausalLM", QWEN, _minimax_m2, tied=False),
+    "qwen3_next": TextFamily("Qwen3NextForCausalLM", QWEN, _qwen3_next, tied=False),
 }

@@ -50,8 +50,8 @@ def write_weights(
     vision_scale: float = 1.0,
     as_held: bool = False,
 ) -> None:
-    """Fill the HF model's parameters with random values and write it, with its configs, into `out`. `as_held`: its
-    experts as transformers has them in memory."""
+    """Fill the HF model's parameters and its routers' biases with random values, and write it, with its configs, into
+    `out`. `as_held`: its experts as transformers has them in memory."""
     import torch
 
     with torch.no_grad():
@@ -61,6 +61,9 @@ def write_weights(
             if name.endswith("norm.weight") and not parameter.any():  # Gemma's norms multiply by 1 + w
                 value -= 1
             parameter.copy_(value)
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):  # which experts are chosen
+                buffer.copy_(torch.from_numpy(random_weight(name, tuple(buffer.shape), seed, text_scale)))
     model.generation_config.bos_token_id = None if marks.bos is None else marks.token_id(marks.bos)
     model.generation_config.eos_token_id = [marks.token_id(name) for name in marks.stops]
     model.generation_config.pad_token_id = marks.token_id(marks.pad)

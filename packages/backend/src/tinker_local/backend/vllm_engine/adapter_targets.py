@@ -77,11 +77,14 @@ def _last_names(path: str) -> set[str]:
 
 def name_stacked_modules(config: Any, _: int) -> None:
     """Name what vLLM's class of a model with experts stacks and does not name, so that adapters reach it: query, key
-    and value of the vision tower, one module in files too, and the MLP of layers without experts."""
+    and value of the vision tower, one module in files too, and the MLP of layers without experts. Where its module of
+    experts has the name of earlier files, adapters are renamed."""
     model = config.model_config
     family, text = family_of(model.hf_config.model_type, model.model), model.hf_text_config
-    if family.lora.experts is None:
+    if (experts := family.lora.experts) is None:
         return
+    from vllm.model_executor.models.utils import WeightsMapper
+
     stacked: dict[str, list[str]] = {}
     if family.vision is not None:
         stacked["qkv"] = ["qkv"]
@@ -89,3 +92,6 @@ def name_stacked_modules(config: Any, _: int) -> None:
         stacked[GATE_UP.vllm] = [*GATE_UP.parts]
     found = class_of_model(config)
     found.packed_modules_mapping = {**stacked, **found.packed_modules_mapping}
+    if experts.block != "mlp":
+        renamed = WeightsMapper(orig_to_new_substr={".mlp.experts.": experts.path_in_files(".mlp.experts.")})
+        found.hf_to_vllm_mapper = getattr(found, "hf_to_vllm_mapper", WeightsMapper()) | renamed

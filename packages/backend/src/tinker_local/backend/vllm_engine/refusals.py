@@ -18,6 +18,8 @@ USUAL_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 def check_runs(path: str, config: Any, family: Family) -> None:
     """UnsupportedError in a sentence if vLLM is known not to run the model at `path`. Imports vLLM, which takes
     seconds, only for models that have no family, or heads of an unusual size."""
+    if why := family.unlike_vllm(config):
+        raise UnsupportedError(f"{path}: {why}")
     sizes = _head_sizes(config.get_text_config())
     if family is not OTHER and (sizes <= {*USUAL_HEADS} or not runs_on_cpu()):
         return

@@ -83,6 +83,8 @@ def take_adapters_on_cpu() -> None:
     if hasattr(original, "in_torch"):
         return
 
+    _route_with_bias()
+
     def select(moe_config: Any) -> Any:
         if moe_config.is_lora_enabled:
             return oracle.UnquantizedMoeBackend.CPU, experts_in_torch()
@@ -90,6 +92,26 @@ def take_adapters_on_cpu() -> None:
 
     select.in_torch = True  # type: ignore[attr-defined]
     oracle.select_unquantized_moe_backend = method.select_unquantized_moe_backend = select
+
+
+def _route_with_bias() -> None:
+    """Have vLLM's router for CPUs choose experts by sigmoids and with a bias also where they have no groups, as its
+    routers for GPUs do: it knows both for groups alone, and leaves a bias out silently otherwise."""
+    try:
+        module: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.router.cpu_router")
+    except ImportError:  # before 0.32
+        return
+    original = module.CPURouter.__init__
+
+    @functools.wraps(original)
+    def with_one_group(self: Any, *args: Any, **given: Any) -> None:
+        original(self, *args, **given)
+        scored = self.scoring_func == "sigmoid" or self.e_score_correction_bias is not None
+        known = self.use_grouped_topk or self.custom_routing_function is not None
+        if scored and not known and self.scoring_func in ("sigmoid", "softmax"):
+            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+
+    module.CPURouter.__init__ = with_one_group
 
 
 @functools.cache

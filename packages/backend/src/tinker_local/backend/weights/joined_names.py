@@ -31,7 +31,7 @@ PROJECTIONS = {
     *(name for joined in (QKV, GATE_UP, QKVZ) for name in (*joined.parts, joined.vllm)),
     *("o_proj", "down_proj", "out_proj"),
 }
-_PROJECTION = re.compile(r"(?:^|\.)layers\.\d+\.(?:self_attn|attn|linear_attn|mlp|mlp\.shared_expert)\.(\w+)$")
+_PROJECTION = re.compile(r"(?:^|\.)layers\.\d+\.(?:self_attn|attn|linear_attn|mlp|mlp\.shared_experts?)\.(\w+)$")
 
 
 def is_projection(path: str) -> bool:

@@ -201,9 +201,12 @@ def dense_experts(model: torch.nn.Module) -> Iterator[Mapping[str, torch.Tensor]
             put(path, module)
 
 
-def file_names(prefix: str, module: PackedExperts, *, whole: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names that vLLM's loading knows for parts of what `module`, whose experts files call `prefix`, has. `whole`: it
-    takes each stack as one, in which gate and up take turns; else it takes each matrix, gate first."""
+def file_names(
+    prefix: str, module: PackedExperts, names: tuple[str, str, str], *, whole: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names that vLLM's loading knows for parts of what `module`, whose experts files call `prefix`, has. `names`: of
+    gate, up and down in the files. `whole`: it takes each stack as one, in which gate and up take turns; else it takes
+    each matrix, gate first."""
     for kind in (CODES, SCALES):
         gate_up, down = (getattr(getattr(module, name), kind).detach() for name in (EXPERTS_GATE_UP, EXPERTS_DOWN))
         if whole:
@@ -211,6 +214,6 @@ def file_names(prefix: str, module: PackedExperts, *, whole: bool) -> Iterator[t
             yield f"{prefix}.routed_experts.w2_{kind}", down
             continue
         for expert, (both, below) in enumerate(zip(gate_up, down, strict=True)):
-            for name, part in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
+            for name, part in zip(names[:2], both.chunk(2), strict=True):
                 yield f"{prefix}.{expert}.{name}.{kind}", part
-            yield f"{prefix}.{expert}.{EXPERTS_DOWN}.{kind}", below
+            yield f"{prefix}.{expert}.{names[2]}.{kind}", below

@@ -92,6 +92,27 @@ class MixInputs(NamedTuple):
     a: torch.Tensor
 
 
+def in_parts(qkvz: torch.Tensor, ba: torch.Tensor, rule: DeltaRule) -> MixInputs:
+    """The inputs from two projections whose columns lie key head by key head, as Qwen3-Next has them: `qkvz`
+    [..., N (2 K + 2 M / N V)] and `ba` [..., 2 M]; query, key, values and gates of a head, then of the next.
+    Differentiable."""
+    each = rule.value_heads // rule.key_heads
+    values = each * rule.value_size
+    by_head = qkvz.unflatten(-1, (rule.key_heads, -1)).split([rule.key_size, rule.key_size, values, values], dim=-1)
+    *qkv, z = (part.flatten(-2) for part in by_head)
+    b, a = (part.flatten(-2) for part in ba.unflatten(-1, (rule.key_heads, -1)).split([each, each], dim=-1))
+    return MixInputs(torch.cat(qkv, dim=-1), z, b, a)
+
+
+def by_key_head(inputs: MixInputs, rule: DeltaRule) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reverse of `in_parts`."""
+    qkvz, ba = (
+        torch.cat([part.unflatten(-1, (rule.key_heads, -1)) for part in parts], dim=-1).flatten(-2)
+        for parts in ((*inputs.qkv.split(rule.widths, dim=-1), inputs.z), (inputs.b, inputs.a))
+    )
+    return qkvz, ba
+
+
 def mix(inputs: MixInputs, segments: Segments, rule: DeltaRule) -> torch.Tensor:
     """The layer between its projections, [T, M V]. Differentiable, unless ranks share the row."""
     if (shared := segments.shared) is not None:

@@ -121,7 +121,9 @@ class TorchKernels:
     ) -> torch.Tensor:
         y = x if weight is None else self.rms_norm(x, weight, epsilon)
         rotary, rest = y.split([cos.shape[-1], y.shape[-1] - cos.shape[-1]], dim=-1)
-        return torch.cat([rotary * cos[:, None] + _rotated(rotary) * sin[:, None], rest], dim=-1)
+        # Angles of some families are in float32 in a model of 16 bits.
+        turned = (rotary * cos[:, None] + _rotated(rotary) * sin[:, None]).to(x.dtype)
+        return torch.cat([turned, rest], dim=-1)
 
     def norm_rope_backward(
         self,
@@ -166,7 +168,10 @@ class TorchKernels:
 
     def weighted_sum(self, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         found = rows[places]
-        return found.sum(1) if weights is None else (weights[:, None] @ found)[:, 0]
+        if weights is None:
+            return found.sum(1)
+        # Routers of some families give float32.
+        return (weights[:, None] @ found.to(weights.dtype))[:, 0].to(rows.dtype)
 
     def spread(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         found = x.new_empty(places.numel(), x.shape[1])

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from tinker_local.backend.families import family_of
+from tinker_local.backend.families.family import Experts
 from tinker_local.backend.weights.lent_weights import Place, stored_tensors
 from tinker_local.backend.weights.packed import CODES, MATRICES, dense_name
 from tinker_local.backend.weights.packed_stack import PackedExperts, PackedMatrices, dense_experts, file_names
@@ -69,21 +70,22 @@ def places_in_files(model: Any, pieces: Mapping[int, int], source: str) -> InFil
                 place = Place.of(matrix.detach(), pieces)
                 assert place is not None, "all matrices are in the pieces"
                 found[f"{name.removesuffix('weight')}{kind}"] = place
-    experts_of_family = family_of(model.config.model_type, source).lora.experts
-    turns = experts_of_family is not None and experts_of_family.interleaved
-    found |= _places_of_experts(of_experts, experts, pieces, whole=turns)
+    names = family_of(model.config.model_type, source).lora.experts or Experts()
+    found |= _places_of_experts(of_experts, experts, pieces, names)
     return InFiles(found, {*of_packed, *of_experts})
 
 
 def _places_of_experts(
-    names: Mapping[str, str], modules: Mapping[str, PackedExperts], pieces: Mapping[int, int], *, whole: bool
+    names: Mapping[str, str], modules: Mapping[str, PackedExperts], pieces: Mapping[int, int], called: Experts
 ) -> dict[str, Place]:
     """Where codes and scales of packed `modules` are, by the names of `file_names`. `names`: those in the files of what
-    they have, each with the name of its stack."""
+    they have, each with the name of its stack. `called`: how the family names their parts."""
     found: dict[str, Place] = {}
     for prefix, stack in {name.partition(_EXPERTS)[0]: stack for name, stack in names.items()}.items():
         module = modules[stack.rpartition(".")[0]]
-        for name, part in file_names(f"{prefix}{_EXPERTS.removesuffix('.')}", module, whole=whole):
+        for name, part in file_names(
+            f"{prefix}{_EXPERTS.removesuffix('.')}", module, called.in_files, whole=called.interleaved
+        ):
             place = Place.of(part, pieces)
             assert place is not None, "all matrices are in the pieces"
             found[name] = place

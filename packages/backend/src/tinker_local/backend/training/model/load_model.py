@@ -165,6 +165,12 @@ def _check_layers(config: Any, where: str) -> None:
             f"{where}: model_type {kind!r} is not supported: its config has no max_position_embeddings, the longest "
             "sequence that it takes"
         )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Conv1d):
+            raise UnsupportedError(
+                f"{where}: model_type {kind!r} is not supported: {name} is a convolution along the sequence, and the "
+                "trainer computes several sequences in one row"
+            )
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
         if parameter.dim() == 3 and not isinstance(owner, torch.nn.Conv1d):
@@ -179,12 +185,6 @@ def _check_layers(config: Any, where: str) -> None:
             f"{where}: model_type {kind!r} is not supported: its layers read embeddings of tokens beside "
             f"{path}.embed_tokens, where the trainer begins"
         )
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Conv1d):
-            raise UnsupportedError(
-                f"{where}: model_type {kind!r} is not supported: {name} is a convolution along the sequence, and the "
-                "trainer computes several sequences in one row"
-            )
 
 
 def check_weights(path: str, config: Any, family: Family) -> None:

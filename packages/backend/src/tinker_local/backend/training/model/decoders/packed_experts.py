@@ -68,16 +68,16 @@ def is_experts(module: Any) -> bool:
 
 
 @torch.no_grad()
-def scores_are_softmax(router: Any) -> bool:
+def scores_are_softmax(router: Any, *choice: torch.Tensor) -> bool:
     """Whether the scores that `router` gives are the softmax of its chosen experts' logits, and of no others. Without
-    values (on the meta device) it is assumed to."""
+    values (on the meta device) it is assumed to. `choice`: what it takes beside its input."""
     weight = router.weight
     if weight.is_meta:
         return True
     x = torch.linspace(-1, 1, 2 * weight.shape[1], dtype=weight.dtype, device=weight.device).view(2, -1)
     # If one logit is far above the others, they all give the same scores.
-    x /= router(x)[0].abs().max().clamp_min(1e-3)
-    logits, scores, experts = router(x)
+    x /= router(x, *choice)[0].abs().max().clamp_min(1e-3)
+    logits, scores, experts = router(x, *choice)
     ours = logits.gather(1, experts).softmax(-1)
     return bool((ours - scores).norm() <= 0.02 * scores.norm())
 

@@ -2,11 +2,13 @@
 
     y = x + norm'(O (attend(rope(norm(Q n)), rope(norm(K n)), V n) * sigmoid(G n)))        n = norm(x)
 
-Each of Q, K, V, O is a frozen matrix plus the adapters' low rank; the head norms and norm' are optional. So is the gate
-G: its rows are those of Q's matrix, head by head after the query's. Legend: T tokens, H hidden size, N query heads, M
+Each of Q, K, V, O is a frozen matrix plus the adapters' low rank; the norms of queries and keys, which are of each
+head or of all heads together, and norm' are optional. So is the gate G: its rows are those of Q's matrix, head by head
+after the query's. Legend: T tokens, H hidden size, N query heads, M
 key-value heads, D head size, g = 2 with a gate and else 1, p projections of a group, R columns of adapters.
 """
 
+import sys
 from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -33,8 +35,9 @@ from tinker_local.backend.weights.joined_names import QKV
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionBlock:
     """The weights of attention block `index`. Projections that read the same input are joined: `qkv`
-    [(g N + 2 M) D, H]. `output` [H, N D]; `norm` [H]; `q_norm`, `k_norm` [D], biases and the norm `after` if the family
-    has them. `rotary`: the kind of layer, if its positions have their own angles."""
+    [(g N + 2 M) D, H]. `output` [H, N D]; `norm` [H]; `q_norm`, `k_norm` [D], or [N D] and [M D] if `norms_all`, biases
+    and the norm `after` if the family has them. `pairs`: whether positions turn numbers that lie side by side, and not
+    those of one half with those of the other. `rotary`: the kind of layer, if its positions have their own angles."""
 
     index: int
     norm: torch.Tensor
@@ -49,6 +52,8 @@ class AttentionBlock:
     kv_heads: int
     head_size: int
     gated: bool
+    norms_all: bool
+    pairs: bool
     rule: AttentionRule
     targets: tuple[Target, ...]
     after: NormAfter | None = None
@@ -74,13 +79,14 @@ class AttentionBlock:
         weight, epsilon = norm_weight(part.before)
         qkv = QKV.modules(attention)
         groups = {"qkv": QKV.parts, "output": ("o_proj",)}
+        q_norm = _weight(attention, "q_norm")
         return cls(
             index=part.index,
             norm=weight,
             epsilon=epsilon,
             qkv=part.make(qkv),
             qkv_bias=None if qkv[0].bias is None else concatenated([module.bias.detach() for module in qkv]),
-            q_norm=_weight(attention, "q_norm"),
+            q_norm=q_norm,
             k_norm=_weight(attention, "k_norm"),
             output=part.make([attention.o_proj]),
             output_bias=None if attention.o_proj.bias is None else attention.o_proj.bias.detach(),
@@ -88,6 +94,8 @@ class AttentionBlock:
             kv_heads=attention.k_proj.out_features // attention.head_dim,
             head_size=attention.head_dim,
             gated=attention.q_proj.out_features == 2 * attention.o_proj.in_features,
+            norms_all=q_norm is not None and len(q_norm) != attention.head_dim,
+            pairs=_turns_pairs(attention),
             rule=part.rule,
             targets=tuple(
                 Target.of(f"{part.path}.{name}", f"attention.{group}", part.index, getattr(attention, name), "attn")
@@ -114,6 +122,9 @@ class AttentionBlock:
         row = torch.from_numpy(constant_row(self.qkv.outputs, self.head_size)).to(self.qkv.device, self.qkv.dtype)
         qkv = row.expand(sum(context.segments.lengths), -1).contiguous()
         query, key, _ = AttentionPass(replace(self, q_norm=q_norm, k_norm=k_norm), context, qkv).query_key_value(qkv)
+        if self.pairs:
+            rotary = context.angles[self.rotary][0].shape[-1]
+            query, key = _side_by_side(query, rotary), _side_by_side(key, rotary)
         return query[:, 0], key[:, 0]
 
     def parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -180,7 +191,6 @@ class AttentionPass:
             grad_output, self.update = block.after.backward(c.kernels, grad, present(self.update)), None
         grad_attended = project_backward(grad_output, self._gated(), block.output, low_rank, self.h_output, whole)
         del grad_output
-        cos, sin = c.angles[block.rotary]
         grad_qkv = torch.empty_like(qkv)
         if block.gated:
             sigmoid = block.gate(qkv).sigmoid()
@@ -193,8 +203,8 @@ class AttentionPass:
         )
         to_query, to_key, to_value = block.split_heads(grad_qkv)
         raw_query, raw_key, _ = block.split_heads(qkv)
-        c.kernels.norm_rope_backward(grad_query, raw_query, block.q_norm, block.epsilon, cos, sin, to_query)
-        c.kernels.norm_rope_backward(grad_key, raw_key, block.k_norm, block.epsilon, cos, sin, to_key)
+        self._turn_back(grad_query, raw_query, block.q_norm, to_query)
+        self._turn_back(grad_key, raw_key, block.k_norm, to_key)
         to_value.copy_(grad_value)
         n = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
         low_rank = c.lora.group("attention.qkv", block.index)
@@ -225,15 +235,64 @@ class AttentionPass:
             self.attended, self.logsumexp = attend(*self.query_key_value(self.qkv), c.segments, block.rule)
 
     def query_key_value(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The inputs of attention, with head norms and positions: [T, N, D], [T, M, D] and [T, M, D]."""
-        block, c = self.block, self.context
+        """The inputs of attention, with head norms and positions: [T, N, D], [T, M, D] and [T, M, D]. Where positions
+        turn pairs, the numbers of queries and keys are in another order, in which they have the same products."""
+        block = self.block
         query, key, value = block.split_heads(qkv)
-        cos, sin = c.angles[block.rotary]
-        return (
-            c.kernels.norm_rope(query, block.q_norm, block.epsilon, cos, sin),
-            c.kernels.norm_rope(key, block.k_norm, block.epsilon, cos, sin),
-            value,
-        )
+        return self._turned(query, block.q_norm), self._turned(key, block.k_norm), value
+
+    def _turned(self, heads: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        """`heads` [T, N, D] with their norm and positions."""
+        block, kernels = self.block, self.context.kernels
+        if block.norms_all and norm is not None:
+            heads, norm = kernels.rms_norm(heads.flatten(1).contiguous(), norm, block.epsilon).view(heads.shape), None
+        cos, sin = self.context.angles[block.rotary]
+        if block.pairs:
+            heads = _in_halves(heads, cos.shape[-1])
+            norm = None if norm is None else _in_halves(norm, cos.shape[-1])
+        return kernels.norm_rope(heads, norm, block.epsilon, cos, sin)
+
+    def _turn_back(
+        self, grad: torch.Tensor, heads: torch.Tensor, norm: torch.Tensor | None, result: torch.Tensor
+    ) -> None:
+        """Write to `result` the gradient of `heads` [T, N, D] from that of what `_turned` makes of them."""
+        block, kernels = self.block, self.context.kernels
+        cos, sin = self.context.angles[block.rotary]
+        all_heads = block.norms_all and norm is not None
+        of_head = None if all_heads else norm
+        if not (all_heads or block.pairs):
+            kernels.norm_rope_backward(grad, heads, norm, block.epsilon, cos, sin, result)
+            return
+        raw = heads
+        if block.pairs:
+            raw = _in_halves(heads, cos.shape[-1])
+            of_head = None if of_head is None else _in_halves(of_head, cos.shape[-1])
+        turned = grad.new_empty(grad.shape)
+        kernels.norm_rope_backward(grad, raw, of_head, block.epsilon, cos, sin, turned)
+        if block.pairs:
+            turned = _side_by_side(turned, cos.shape[-1])
+        if all_heads:
+            rows = turned.flatten(1), heads.flatten(1).contiguous()
+            turned = kernels.rms_norm_backward(*rows, norm, block.epsilon, None).view(heads.shape)
+        result.copy_(turned)
+
+
+def _turns_pairs(attention: Any) -> bool:
+    """Whether the positions of transformers' module turn numbers that lie side by side."""
+    rotate = getattr(sys.modules[type(attention).__module__], "rotate_half", None)
+    return rotate is not None and rotate(torch.arange(4, device="cpu")).tolist() == [-1, 0, -3, 2]
+
+
+def _in_halves(x: torch.Tensor, rotary: int) -> torch.Tensor:
+    """`x` [..., D] with every second of its first `rotary` numbers, then those between, then the rest."""
+    turned, rest = x.split([rotary, x.shape[-1] - rotary], dim=-1)
+    return torch.cat([turned[..., ::2], turned[..., 1::2], rest], dim=-1)
+
+
+def _side_by_side(x: torch.Tensor, rotary: int) -> torch.Tensor:
+    """The reverse."""
+    turned, rest = x.split([rotary, x.shape[-1] - rotary], dim=-1)
+    return torch.cat([turned.unflatten(-1, (2, rotary // 2)).transpose(-1, -2).flatten(-2), rest], dim=-1)
 
 
 def _weight(attention: Any, name: str) -> torch.Tensor | None:

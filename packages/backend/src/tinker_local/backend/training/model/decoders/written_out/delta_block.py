@@ -12,10 +12,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from tinker_local.backend.training.kernels.delta_rule import DeltaRule, MixInputs, mix, mix_backward, transient_bytes
+from tinker_local.backend.training.kernels.delta_rule import (
+    DeltaRule,
+    MixInputs,
+    by_key_head,
+    in_parts,
+    mix,
+    mix_backward,
+    transient_bytes,
+)
 from tinker_local.backend.training.lora.lora import Target
 from tinker_local.backend.training.lora.lora_batch import project, project_backward, project_onto, whole
-from tinker_local.backend.training.model.decoders.packed_delta_net import PARAMETERS
+from tinker_local.backend.training.model.decoders.packed_delta_net import FORMS, is_by_key_head
 from tinker_local.backend.training.model.decoders.written_out.block import LayerPart, RowContext, norm_weight, present
 from tinker_local.backend.training.run.block_memory import BlockMemory
 from tinker_local.backend.weights.frozen_matrix import FrozenMatrix
@@ -25,7 +33,8 @@ from tinker_local.backend.weights.joined_names import BA, QKVZ
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaBlock:
     """The weights of the linear attention of block `index`. Projections that read the same input are joined: `qkvz`
-    [C + M V, H], and `ba` [2 M, H], which adapters do not train. `output` [H, M V]; `norm` [H]."""
+    [C + M V, H], and `ba` [2 M, H], which adapters do not train. `output` [H, M V]; `norm` [H]. `by_key_head`: whether
+    the rows of `qkvz` and `ba` lie key head by key head, as in Qwen3-Next, whose adapters train `qkvz` as one."""
 
     index: int
     norm: torch.Tensor
@@ -35,9 +44,10 @@ class DeltaBlock:
     output: FrozenMatrix
     rule: DeltaRule
     targets: tuple[Target, ...]
+    by_key_head: bool
 
     module: ClassVar[str] = "linear_attn"
-    parameters: ClassVar[Set[str]] = PARAMETERS
+    parameters: ClassVar[Set[str]] = frozenset().union(*FORMS)
     norm_after: ClassVar[bool] = False
 
     @classmethod
@@ -56,20 +66,25 @@ class DeltaBlock:
             "in_proj_v": net.value_dim,
             "in_proj_z": net.value_dim,
         }
+        whole_rows = is_by_key_head(net)
+        if whole_rows:
+            heights = {"in_proj_qkvz": sum(heights.values())}
         inputs = [
             Target(f"{part.path}.{name}", "delta.qkvz", name, index, net.hidden_size, height, "attn")
             for name, height in heights.items()
         ]
+        output = Target.of(f"{part.path}.out_proj", "delta.output", index, net.out_proj, "attn")
         return cls(
             index=index,
             norm=weight,
             epsilon=epsilon,
-            qkvz=part.make(QKVZ.modules(net)),
-            ba=part.make(BA.modules(net)),
+            qkvz=part.make([net.in_proj_qkvz] if whole_rows else QKVZ.modules(net)),
+            ba=part.make([net.in_proj_ba] if whole_rows else BA.modules(net)),
             output=part.make([net.out_proj]),
             rule=DeltaRule.of(net),
             # In the order of transformers' modules, in which the same seed draws the same A in every decoder.
-            targets=(Target.of(f"{part.path}.out_proj", "delta.output", index, net.out_proj, "attn"), *inputs),
+            targets=(*inputs, output) if whole_rows else (output, *inputs),
+            by_key_head=whole_rows,
         )
 
     def start(self, x: torch.Tensor, context: RowContext) -> "DeltaPass":
@@ -83,13 +98,21 @@ class DeltaBlock:
         return BlockMemory(lean=kept, large=0, transient=2 * kept + transient_bytes(tokens, self.rule))
 
     def parts(self, qkvz: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Split the joined output into q, k, v and z."""
-        return tuple(qkvz.split([target.outputs for target in self.targets[1:]], dim=-1))
+        """Split the joined output into q, k, v and z, or leave it whole, as adapters train it."""
+        return tuple(qkvz.split([each.outputs for each in self.targets if each.group == "delta.qkvz"], dim=-1))
 
     def inputs(self, qkvz: torch.Tensor, ba: torch.Tensor) -> MixInputs:
         """The joined outputs as what `mix` takes."""
+        if self.by_key_head:
+            return in_parts(qkvz, ba, self.rule)
         z = self.output.inputs
         return MixInputs(*qkvz.split([self.qkvz.outputs - z, z], dim=-1), *ba.chunk(2, dim=-1))
+
+    def joined(self, inputs: MixInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """The reverse."""
+        if self.by_key_head:
+            return by_key_head(inputs, self.rule)
+        return torch.cat(inputs[:2], dim=-1), torch.cat(inputs[2:], dim=-1)
 
 
 @dataclass(slots=True, eq=False)
@@ -129,13 +152,12 @@ class DeltaPass:
         grad_mixed = project_backward(grad, present(self.mixed), block.output, low_rank, self.h_output, whole)
         self.mixed = None
         inputs = block.inputs(present(self.qkvz), present(self.ba))
-        qkv, z, b, a = mix_backward(grad_mixed, inputs, c.segments, block.rule)
+        grad_qkvz, grad_ba = block.joined(mix_backward(grad_mixed, inputs, c.segments, block.rule))
         del grad_mixed
         n = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
         low_rank = c.lora.group("delta.qkvz", block.index)
-        grad_qkvz = torch.cat([qkv, z], dim=-1)
         grad_n = project_backward(grad_qkvz, n, block.qkvz, low_rank, self.h_qkvz, block.parts)
-        block.ba.add_back(grad_n, torch.cat([b, a], dim=-1))
+        block.ba.add_back(grad_n, grad_ba)
         return c.kernels.rms_norm_backward(grad_n, self.x, block.norm, block.epsilon, grad)
 
     def _mix(self) -> None:

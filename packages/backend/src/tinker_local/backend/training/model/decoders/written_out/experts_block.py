@@ -39,14 +39,16 @@ from tinker_local.types import UnsupportedError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertsBlock:
-    """The weights of experts block `index`; `norm` [H]. `router(m)`: transformers' module, which returns logits, scores
-    [T, K] and experts [T, K]; `router_matrix` [E, H]: its weights; `softmax`: whether the scores are the softmax of the
-    chosen experts' logits. `shared`: the expert that every position takes, or None."""
+    """The weights of experts block `index`; `norm` [H]. `router(m, *choice)`: transformers' module,
+    which returns logits, scores [T, K] and experts [T, K]; `choice`: the bias of which experts it takes, if it is not
+    the router's own; `router_matrix` [E, H]: its weights; `softmax`: whether the scores are the softmax of the chosen
+    experts' logits. `shared`: the expert that every position takes, or None."""
 
     index: int
     norm: torch.Tensor
     epsilon: float
     router: Any
+    choice: tuple[torch.Tensor, ...]
     router_matrix: FrozenMatrix
     softmax: bool
     chosen: int
@@ -57,7 +59,8 @@ class ExpertsBlock:
     module: ClassVar[str] = "mlp"
     parameters: ClassVar[Set[str]] = frozenset(
         {"gate.weight", "experts.gate_up_proj", "experts.down_proj", "shared_expert_gate.weight"}
-        | {f"shared_expert.{name}" for name in MlpBlock.parameters}
+        | {f"{shared}.{name}" for shared in ("shared_expert", "shared_experts") for name in MlpBlock.parameters}
+        | {"gate.moe_statics.e_score_correction_bias"}
         | {"router.weight", "router.bias", "experts.gate_up_proj_bias", "experts.down_proj_bias"}
         | {"experts.gate_up_proj.weight", "experts.down_proj.weight"}  # packed ones
     )
@@ -79,20 +82,26 @@ class ExpertsBlock:
         if hasattr(mlp.experts, "act_fn") and activation_of(mlp.experts, f"{part.path}.experts") != "silu":
             raise UnsupportedError(f"{part.path}.experts: its activation is not silu")
         shared = None
-        if hasattr(mlp, "shared_expert"):
-            scale = part.make([mlp.shared_expert_gate])
-            beside = replace(part, module=mlp.shared_expert, path=f"{part.path}.shared_expert")
-            shared = MlpBlock.of(beside, "shared_expert", scale)
-        router = mlp.gate if hasattr(mlp, "gate") else mlp.router
-        of_experts = expert_targets(f"{part.path}.experts", "experts", index, mlp.experts, part.experts)
+        names = part.experts
+        if names.shared and (beside := getattr(mlp, names.shared)) is not None:
+            path = f"{part.path}.{names.shared}"
+            scale = part.make([getattr(mlp, names.shared_gate)]) if names.shared_gate else None
+            shared = MlpBlock.of(
+                replace(part, module=beside, path=path), names.shared, scale, activation_of(beside, path)
+            )
+        router = getattr(mlp, names.router)
+        choice = (getattr(mlp, names.bias).detach(),) if names.bias else ()
+        alike = router.weight.dtype == weights.down.dtype  # some routers stay in float32
+        of_experts = expert_targets(f"{part.path}.experts", "experts", index, mlp.experts, names)
         weight, epsilon = norm_weight(part.before)
         return cls(
             index=index,
             norm=weight,
             epsilon=epsilon,
             router=router,
+            choice=choice,
             router_matrix=DenseMatrix(router.weight.detach()),
-            softmax=scores_are_softmax(router),
+            softmax=alike and scores_are_softmax(router, *choice),
             chosen=router.top_k,
             weights=weights,
             shared=shared,
@@ -167,11 +176,11 @@ class ExpertsPass:
         if block.softmax:
             experts, count = present(self.routing).of_tokens, block.weights.down.count
             grad_logits = chosen_softmax_backward(grad_scores, present(self.scores), experts, count)
-            block.router_matrix.add_back(grad_m, grad_logits)
+            block.router_matrix.add_back(grad_m, grad_logits.to(grad_m.dtype))
             return
         with torch.enable_grad():
             leaf = m.detach().requires_grad_()
-            scores = block.router(leaf)[1]
+            scores = block.router(leaf, *block.choice)[1]
         grad_m += torch.autograd.grad(scores, leaf, grad_scores)[0]
 
     def _routed(self) -> tuple[Routing, torch.Tensor, torch.Tensor]:
@@ -179,7 +188,7 @@ class ExpertsPass:
         m = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
         low_rank, _ = self._low_ranks()
         if self.routing is None or self.scores is None:
-            _, self.scores, experts = block.router(m)
+            _, self.scores, experts = block.router(m, *block.choice)
             owners = None if low_rank is None else low_rank.owners
             self.routing = Routing.of(experts, block.weights.down.count, owners, c.kernels)
         self.h, self.gate_up = gate_and_up(m, self.routing, block.weights, low_rank, c.kernels)

@@ -29,7 +29,10 @@ _BEFORE = ("input_layernorm", "post_attention_layernorm")
 _BEFORE_OF_TWO = ("input_layernorm", "pre_feedforward_layernorm")
 _AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
 """The same, and those after both, where a layer has four norms."""
-_ONE_PLUS = {"Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"}
+_ONE_PLUS = {
+    *("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"),
+    *("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"),
+}
 """transformers' norms that multiply by 1 + w."""
 
 
