@@ -203,7 +203,11 @@ def _pixtral(marks: Marks) -> dict[str, Any]:
 
 
 def _mistral3(marks: Marks) -> dict[str, Any]:
-    config = _pixtral(marks) | {"spatial_merge_size": 2, "multimodal_projector_bias": False}
+    config = _pixtral(marks) | {
+        "spatial_merge_size": 2,
+        "multimodal_projector_bias": False,
+        "tie_word_embeddings": False,
+    }
     del config["image_seq_length"], config["vision_feature_select_strategy"]
     config["vision_config"] |= {"patch_size": 14}
     return config

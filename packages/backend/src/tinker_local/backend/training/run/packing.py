@@ -213,7 +213,7 @@ def part_of(packed: Packed, ranks: RowRanks) -> Part:
     here = slice(*np.searchsorted(packed.image_rows, (start, stop)))
     # The features of those images alone that have a position here.
     all_images = [*packed.images, *(image for _, image in packed.own_images)]
-    sizes = np.array([image.num_tokens for image in all_images], np.int64)
+    sizes = np.array([image.num_features for image in all_images], np.int64)
     ends, rows = np.cumsum(sizes), packed.feature_rows[here]
     image_of = np.searchsorted(ends, rows, side="right")
     used = np.zeros(len(sizes), np.bool_)
@@ -257,12 +257,12 @@ def _place_images(
             placements.append((key, int(start) + placement.offset, placement.image))
     distinct = {key: image for key, _, image in placements}
     ordered = sorted(distinct, key=lambda key: key[0] is not None)  # stable
-    ends = np.cumsum([distinct[key].num_tokens for key in ordered])
-    first_row = {key: int(end) - distinct[key].num_tokens for key, end in zip(ordered, ends, strict=True)}
+    ends = np.cumsum([distinct[key].num_features for key in ordered])
+    first_row = {key: int(end) - distinct[key].num_features for key, end in zip(ordered, ends, strict=True)}
     empty = np.empty(0, np.int64)
     return (
         [distinct[own, image] for own, image in ordered if own is None],
         [(own, distinct[own, image]) for own, image in ordered if own is not None],
-        np.concatenate([empty, *(start + np.arange(image.num_tokens) for _, start, image in placements)]),
-        np.concatenate([empty, *(first_row[key] + np.arange(image.num_tokens) for key, _, image in placements)]),
+        np.concatenate([empty, *(start + image.feature_places for _, start, image in placements)]),
+        np.concatenate([empty, *(first_row[key] + np.arange(image.num_features) for key, _, image in placements)]),
     )
