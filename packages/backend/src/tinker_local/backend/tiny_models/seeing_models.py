@@ -671,7 +671,12 @@ def _ministral3(marks: Marks) -> dict[str, Any]:
         "mscale_all_dim": 1.0,
         "llama_4_scaling_beta": 0.1,
     }
-    text = {**_text("mistral", marks, sliding_window=None), "model_type": "ministral3", "rope_parameters": rotary}
+    text = {
+        **_text("mistral", marks, sliding_window=None),
+        "model_type": "ministral3",
+        "rope_parameters": rotary,
+        "max_position_embeddings": 512,
+    }
     return _mistral3(marks) | {"text_config": text}
 
 
