@@ -55,7 +55,8 @@ REFUSED = """
 ### Refused
 
 - models whose images see forward (`paligemma`, `gemma4`), but for Gemma 3;
-- models of which vLLM takes no adapters (`llava_onevision`, `cohere2_vision`), and models with sound;
+- models of which vLLM takes no adapters (`llava_onevision`), and models with sound;
+- models of whose logits transformers' class leaves out a part (Granite vision, `cohere2_vision`);
 - models whose layers do not pass their arguments on to attention (`nemotron`, `stablelm`), or compute it by other
   functions than transformers' common ones, or have convolutions along the sequence (`falcon_h1`, `lfm2`);
 - mixtures of experts that are not in the table above (`mixtral`, `olmoe`, `granitemoe`, `qwen3_next`, `minimax`):

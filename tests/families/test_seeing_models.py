@@ -59,7 +59,8 @@ REFUSED = {
     "gemma4": r"its layers read embeddings of tokens beside model\.language_model\.embed_tokens",
     "gemma4_dense": r"positions see what follows them \(use_bidirectional_attention is 'vision'\)",
     "llava_onevision": r"vLLM runs it as LlavaOnevisionForConditionalGeneration, which takes no adapters",
-    "cohere2_vision": r"vLLM runs it as Cohere2VisionForConditionalGeneration, which takes no adapters",
+    "cohere2_vision": r"has logit_scale 0\.\d+, which transformers' Cohere2VisionForConditionalGeneration leaves out",
+    "granite_vision": r"has logits_scaling 2\.0, which transformers' LlavaNextForConditionalGeneration leaves out",
     "glm4v_moe": r"model\.language_model\.layers\.1\.mlp\.experts has 8 routed experts",
     "llama4": r"Llama4ForConditionalGeneration has no parts `model` and `lm_head`",
 }

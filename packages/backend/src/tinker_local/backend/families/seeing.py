@@ -87,6 +87,7 @@ def seeing_family(model_type: str, where: str) -> Family:
     trainer needs."""
     model = _without_values(where)
     _check_sight(model.config, where)
+    _check_logits(model, where)
     parts = parts_of(model, where)
     return Family(
         auto_class=AUTO_CLASS,
@@ -143,6 +144,23 @@ def _check_sight(config: Any, where: str) -> None:
             f"{where}: in model_type {config.model_type!r} positions see what follows them "
             f"(use_bidirectional_attention is {seen!r}), which the trainer computes for families that it knows"
         )
+
+
+def _check_logits(model: Any, where: str) -> None:
+    """UnsupportedError if transformers' class leaves out what its language model's class makes of the LM head's output,
+    as that of Granite vision does. vLLM computes it, and so did what trained such a model."""
+    text, own = model.config.get_text_config(), inspect.getsource(type(model).forward)
+    for name, without in _AFTER_HEAD.items():
+        value = getattr(text, name, None)
+        if value not in (None, without) and name not in own:
+            raise UnsupportedError(
+                f"{where}: its language model has {name} {value}, which transformers' {type(model).__name__} leaves "
+                "out of its logits, and vLLM does not"
+            )
+
+
+_AFTER_HEAD = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None}
+"""Fields of text configs that say what becomes of the LM head's output, with the values that say nothing."""
 
 
 def _without_values(where: str) -> Any:

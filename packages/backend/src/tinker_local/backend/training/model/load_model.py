@@ -259,6 +259,11 @@ def load_model(settings: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> Lo
         raise UnsupportedError(f"{error}; {family.quantized}") from error
     if (published is not None) != (settings.weights == WEIGHTS):
         raise ValueError(f"{path}: its weights are {'' if published else 'not '}published in fewer bits")
+    if settings.shards > 1 and family.vision is not None and family.vision.found:
+        raise UnsupportedError(
+            f"{path}: a model that reads images and has no family here is compared with transformers' whole forward, "
+            f"and cannot be divided over {settings.shards} ranks"
+        )
     make = maker_of(settings.weights, shards=settings.shards, experts=family.lora.experts is not None)
     if settings.head_weights != DENSE and settings.shards > 1:
         raise UnsupportedError(
