@@ -1,5 +1,6 @@
 """Models that see and have no family here: what is found of them, and that what is found wrong is refused."""
 
+import asyncio
 import io
 import re
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from PIL import Image
+from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.cli.check_command import check
 from tinker_local.backend.families import FAMILIES, OTHER, family_of, seeing
 from tinker_local.backend.families.family import Vision, text_position_ids
@@ -155,6 +157,31 @@ def test_gradients_of_adapters_on_rows_with_pictures_are_transformers(architectu
     for each in distances(ours, theirs.gradients):
         assert each.relative < 1e-5, each
     assert any(np.abs(gradient).max() > 1e-3 for gradient in ours.values())
+
+
+@pytest.mark.parametrize("architecture", ["idefics3", "mistral3"])
+def test_a_packed_base_is_one_copy_for_both_engines(architecture: str, folders: Any, tmp_path: Path) -> None:
+    """vLLM names the layers of Idefics 3 otherwise, and Pixtral's tower makes tables where it finds its weights."""
+    said: list[str] = []
+    options = BackendOptions(
+        data_dir=tmp_path,
+        dtype="float32",
+        kv_cache_bytes=2**26,
+        max_rank=8,
+        base_precision="int8",
+        trainer="inline",
+        sampler="inline",
+    )
+
+    async def start() -> None:
+        source = ModelSource("tiny/sees", str(folders(architecture)))
+        async with InProcessBackend([source], options, progress=said.append):
+            pass
+
+    asyncio.run(start())
+    agreed = re.search(r"agree to (\S+) nats", said[-1])
+    assert agreed is not None
+    assert float(agreed[1]) < 1e-4
 
 
 @pytest.mark.parametrize("architecture", REFUSED)
