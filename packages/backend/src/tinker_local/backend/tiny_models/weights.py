@@ -56,7 +56,7 @@ def write_weights(
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            scale = vision_scale if "visual" in name or "vision_tower" in name else text_scale
+            scale = vision_scale if "visual" in name or "vision" in name else text_scale
             value = torch.from_numpy(random_weight(name, tuple(parameter.shape), seed, scale))
             if name.endswith("norm.weight") and not parameter.any():  # Gemma's norms multiply by 1 + w
                 value -= 1
