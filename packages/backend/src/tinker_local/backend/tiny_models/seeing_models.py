@@ -335,7 +335,8 @@ def _lfm2_vl(marks: Marks) -> dict[str, Any]:
             "model_type": "lfm2",
             "norm_eps": 1e-5,
             "conv_L_cache": 3,
-            "conv_dim": _WIDE.hidden_size,  # which vLLM reads
+            "conv_dim": _WIDE.hidden_size,  # this and the next are read by vLLM alone
+            "block_dim": _WIDE.hidden_size,
             "block_auto_adjust_ff_dim": False,
             "layer_types": ["conv", "full_attention"],
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
