@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ SECONDS = 3600.0
 SHAPES = ((64, 64), (200, 70), (70, 200), (24, 20))
 """Of single pictures, in pixels."""
 RANK = 4
+
+FAULTS = (ValueError, RuntimeError, AssertionError, LookupError, AttributeError, TypeError, NotImplementedError)
 
 Prompt = tuple[str, list[Any]]
 Logprobs = list[np.ndarray[Any, np.dtype[np.float32]] | None]
@@ -73,6 +76,7 @@ def read_by_transformers(model: Any, processor: Any, prompts: Sequence[Prompt]) 
     for text, pictures in prompts:
         try:
             inputs = processor(text=text, images=pictures or None, return_tensors="pt")
+            inputs = inputs.to(torch.float32)  # Llama 4's pixels have 16 bits
             with torch.no_grad():
                 logprobs = model(**inputs).logits[0, :-1].log_softmax(-1)
         except (RuntimeError, ValueError) as error:
@@ -83,38 +87,43 @@ def read_by_transformers(model: Any, processor: Any, prompts: Sequence[Prompt]) 
     return found
 
 
-def adapters_of(model: Any, out: Path) -> dict[str, tuple[Any, Path]]:
-    """Of the language model and of what is before it: the model with random factors, and their folder. Those of the
-    second replace those of the first."""
-    import peft
+def linear_of(model: Any) -> dict[str, list[str]]:
+    """Names of the linear modules of the language model and of what is before it."""
     import torch
 
     decoder = model.model.get_decoder()
     (prefix,) = (name for name, module in model.named_modules() if module is decoder)
     linear = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
-    parts = {
+    return {
         "adapter": [name for name in linear if name.startswith(prefix + ".")],
         "tower": [name for name in linear if not name.startswith((prefix + ".", "lm_head"))],
     }
-    found = {}
-    for part, names in parts.items():
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            config = peft.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=names, init_lora_weights=False)
-            adapted = peft.get_peft_model(model, config, adapter_name=part)
-            with torch.no_grad():
-                for name, parameter in adapted.named_parameters():
-                    if ".lora_" in name:
-                        parameter.normal_(0, 0.1)
-        adapted.save_pretrained(out / part)
-        found[part] = (adapted, out / part / part)
-        model = adapted.unload()
-    return found
+
+
+@contextmanager
+def adapted(model: Any, modules: Sequence[str], out: Path) -> Iterator[Any]:
+    """The model with random factors at `modules`, which are written to `out`."""
+    import peft
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(modules), init_lora_weights=False)
+        changed = peft.get_peft_model(model, config)
+        with torch.no_grad():
+            for name, parameter in changed.named_parameters():
+                if ".lora_" in name:
+                    parameter.normal_(0, 0.1)
+    changed.save_pretrained(out)
+    try:
+        yield changed
+    finally:
+        changed.unload()
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """vLLM on one model. `model_class`: vLLM's. `lora`, `tower`: whether it takes adapters, on the tower too."""
+    """vLLM on one model. `model_class`: vLLM's. `lora`, `tower`: whether it can take adapters, on the tower too."""
 
     llm: Any
     model_class: str
@@ -122,8 +131,8 @@ class Engine:
     tower: bool
 
 
-def start_vllm(folder: Path) -> Engine:
-    """With adapters wherever the class takes them."""
+def start_vllm(folder: Path, tower: bool) -> Engine:
+    """With adapters where the class takes them. `tower`: on the tower, too."""
     from tinker_local.backend.vllm_engine import build_engine
     from tinker_local.backend.vllm_engine.delta_net_on_cpu import take_float32
     from tinker_local.backend.vllm_engine.vllm_experts import take_adapters_on_cpu
@@ -137,11 +146,12 @@ def start_vllm(folder: Path) -> Engine:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.interfaces import supports_lora
 
+    overrides = build_engine.query_scaling(str(folder))
     arguments = build_engine.model_arguments(str(folder), "float32") | {"max_model_len": 1024}
+    arguments |= {"hf_overrides": {"text_config": overrides}} if overrides else {}
     config = EngineArgs(**arguments).create_model_config()
     model_class: Any = config.registry.resolve_model_cls(config.architectures, config)[0]
     lora = supports_lora(model_class)
-    tower = lora and model_class.supports_tower_connector_lora
     taking = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "enable_tower_connector_lora": tower}
     llm = LLM(
         **arguments,
@@ -151,7 +161,7 @@ def start_vllm(folder: Path) -> Engine:
         gpu_memory_utilization=0.01,
         **(taking if lora else {}),
     )
-    return Engine(llm, model_class.__name__, lora, tower)
+    return Engine(llm, model_class.__name__, lora, lora and model_class.supports_tower_connector_lora)
 
 
 def read_by_vllm(
@@ -189,6 +199,12 @@ def moved(before: Sequence[Read], after: Sequence[Read]) -> float:
     return float(min(np.abs(a.logprobs - b.logprobs).max() for a, b in pairs))
 
 
+def apart(ours: Logprobs, theirs: Sequence[Read]) -> str:
+    """The largest difference of each prompt."""
+    pairs = zip(ours, theirs, strict=True)
+    return ", ".join("-" if mine is None else f"{np.abs(mine - other.logprobs).max():.0e}" for mine, other in pairs)
+
+
 def measure(name: str, folder: Path) -> Iterator[Line]:
     """The lines of an architecture, whose model is written to `folder`."""
     import torch
@@ -202,24 +218,28 @@ def measure(name: str, folder: Path) -> Iterator[Line]:
     model = load(folder, dtype=torch.float32, attn_implementation="eager").eval()
     prompts = prompts_of(processor)
     base = read_by_transformers(model, processor, prompts)
-    lengths = ", ".join(each.why or str(len(each.ids or ())) for each in base)
-    engine = start_vllm(folder)
+    engine = start_vllm(folder, tower=False)
     takes = "adapters, on the tower too" if engine.tower else "adapters" if engine.lora else "no adapters"
-    ours = read_by_vllm(engine, processor, prompts, base, None)
-    note = f"vLLM's {engine.model_class}, {takes}; prompts of {lengths} ids"
-    yield Line(f"{name}.base", largest(ours, base), "nats", note=note)
-    for number, (part, (adapted, path)) in enumerate(adapters_of(model, folder / "adapters").items(), 1):
+    lengths = ", ".join(each.why or str(len(each.ids or ())) for each in base)
+    try:
+        ours = read_by_vllm(engine, processor, prompts, base, None)
+        note = f"each: {apart(ours, base)}; vLLM's {engine.model_class}, {takes}; prompts of {lengths} ids"
+        yield Line(f"{name}.base", largest(ours, base), "nats", note=note)
+    except FAULTS as error:
+        yield failed(f"{name}.base", error)
+    for number, (part, modules) in enumerate(linear_of(model).items(), 1):
         if not (engine.lora if part == "adapter" else engine.tower):
             continue
-        theirs = read_by_transformers(adapted, processor, prompts)
+        with adapted(model, modules, folder / part) as changed:
+            theirs = read_by_transformers(changed, processor, prompts)
         try:
-            ours = read_by_vllm(engine, processor, prompts, theirs, LoRARequest(part, number, str(path)))
-        except (ValueError, RuntimeError, AssertionError, KeyError, IndexError) as error:
+            if part == "tower":
+                engine = start_vllm(folder, tower=True)
+            ours = read_by_vllm(engine, processor, prompts, theirs, LoRARequest(part, number, str(folder / part)))
+        except FAULTS as error:
             yield failed(f"{name}.{part}", error)
             continue
-        note = (
-            f"{len(adapted.targeted_module_names)} modules, which move logprobs by {moved(base, theirs):.2g} at least"
-        )
+        note = f"each: {apart(ours, theirs)}; {len(modules)} modules, which move logprobs by {moved(base, theirs):.2g}"
         yield Line(f"{name}.{part}", largest(ours, theirs), "nats", note=note)
 
 

@@ -279,3 +279,21 @@ GRANITE_VISION = Marks(
     named=(("image_token", "<image>"),),
 )
 """Its marks of turns are text."""
+
+LLAMA4 = Marks(
+    chat(
+        "<|image|>",
+        {role: (f"<|header_start|>{role}<|header_end|>\n\n", "<|eot|>") for role in ("system", "user", "assistant")},
+        "<|header_start|>assistant<|header_end|>\n\n",
+        start="<|begin_of_text|>",
+    ),
+    (
+        *_special("<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad|>", "<|header_start|>"),
+        *_special("<|header_end|>", "<|eom|>", "<|eot|>", "<|image_start|>", "<|image_end|>", "<|image|>", "<|patch|>"),
+        *_special("<|tile_x_separator|>", "<|tile_y_separator|>"),
+    ),
+    bos="<|begin_of_text|>",
+    stops=("<|eot|>", "<|eom|>", "<|end_of_text|>"),
+    pad="<|finetune_right_pad|>",
+    named=(("image_token", "<|image|>"),),
+)

@@ -15,6 +15,7 @@ from tinker_local.backend.tiny_models.seeing_marks import (
     IDEFICS3,
     INTERNVL,
     LFM2_VL,
+    LLAMA4,
     LLAVA_MISTRAL,
     LLAVA_ONEVISION,
     PALIGEMMA,
@@ -401,6 +402,8 @@ def _gemma4(marks: Marks, text: Mapping[str, Any], **vision: Any) -> dict[str, A
         "text_config": {
             **text_settings(_SHAPE, marks),
             "model_type": "gemma4_text",
+            # As in published files: pictures have its embeddings of each layer in transformers, and those of 0 in vLLM.
+            "pad_token_id": 0,
             "num_hidden_layers": 4,
             "head_dim": 32,
             "global_head_dim": 64,
@@ -596,6 +599,8 @@ def _glm4v_moe(marks: Marks) -> dict[str, Any]:
     config = _glm4v(marks)
     experts = {
         "model_type": "glm4v_moe_text",
+        "head_dim": _WIDE.head_dim,  # this and the next are read by vLLM alone
+        "use_qk_norm": False,
         "moe_intermediate_size": 48,
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
@@ -614,6 +619,7 @@ def _glm_ocr(marks: Marks) -> dict[str, Any]:
     config = _glm4v(marks)
     rotary = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [4, 6, 6]}
     text = config["text_config"] | {"model_type": "glm_ocr_text", "rope_parameters": rotary, "attention_bias": False}
+    text["intermediate_size"] = 3 * text["hidden_size"]  # vLLM's projector has it, too, and transformers' three times
     vision = config["vision_config"] | {"attention_bias": True}
     return config | {"text_config": text, "vision_config": vision}
 
@@ -644,10 +650,67 @@ def _exaone4_5(marks: Marks) -> dict[str, Any]:
     }
 
 
-def _qianfan_ocr(marks: Marks) -> dict[str, Any]:
-    vision = _tower("qianfan_ocr_vision", image_size=[56, 56], patch_size=[14, 14], attention_bias=True)
-    return _internvl(marks) | {"text_config": _text("qwen3", marks), "vision_config": vision}
+def _internvl3_5(marks: Marks) -> dict[str, Any]:
+    return _internvl(marks) | {"text_config": _text("qwen3", marks)}
 
+
+def _ministral3(marks: Marks) -> dict[str, Any]:
+    """Ministral 3: queries grow beyond the positions that it was trained on first."""
+    rotary = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
+    text = {**_text("mistral", marks, sliding_window=None), "model_type": "ministral3", "rope_parameters": rotary}
+    return _mistral3(marks) | {"text_config": text}
+
+
+def _llama4(marks: Marks) -> dict[str, Any]:
+    """Experts in every layer, of which one is chosen; the second layer has no positions."""
+    return {
+        "text_config": {
+            **text_settings(_SHAPE, marks),
+            "model_type": "llama4_text",
+            "head_dim": _SHAPE.head_dim,
+            "intermediate_size": 48,
+            "intermediate_size_mlp": _SHAPE.intermediate_size,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "no_rope_layers": [1, 0],
+            "use_qk_norm": True,
+            "attn_temperature_tuning": True,
+            "floor_scale": 64,
+            "attention_chunk_size": 8192,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        },
+        "vision_config": {
+            **_tower("llama4_vision_model", image_size=56, patch_size=14),
+            **{"pixel_shuffle_ratio": 0.5, "projector_input_dim": 64, "projector_output_dim": 64},
+            **{"vision_output_dim": 64, "rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}},
+        },
+        "image_token_index": marks.token_id("<|patch|>"),
+        "boi_token_index": marks.token_id("<|image_start|>"),
+        "eoi_token_index": marks.token_id("<|image_end|>"),
+    }
+
+
+_LLAMA4_IMAGES = {
+    "image_processor_type": "Llama4ImageProcessorFast",
+    "do_resize": True,
+    "max_patches": 16,
+    "resample": 2,
+    "resize_to_max_canvas": False,
+    "size": {"height": 56, "width": 56},
+    **_PIXELS,
+    **_SIGLIP,
+}
 
 SEEING: dict[str, Seeing] = {
     "llava": Seeing(
@@ -720,7 +783,12 @@ SEEING: dict[str, Seeing] = {
         _videos("Glm4vVideoProcessor", _of_area("")),
     ),
     "lfm2_vl": Seeing(
-        "Lfm2VlForConditionalGeneration", LFM2_VL, _lfm2_vl, _LFM2_IMAGES, {"processor_class": "Lfm2VlProcessor"}
+        "Lfm2VlForConditionalGeneration",
+        LFM2_VL,
+        _lfm2_vl,
+        _LFM2_IMAGES,
+        {"processor_class": "Lfm2VlProcessor"},
+        renames=_TOWER_INSIDE,
     ),
     "paligemma": Seeing(
         "PaliGemmaForConditionalGeneration",
@@ -797,12 +865,26 @@ SEEING: dict[str, Seeing] = {
         {"processor_class": "Exaone4_5_Processor"},
         _videos("Qwen2VLVideoProcessor", _of_area("")),
     ),
-    "qianfan_ocr": Seeing(
-        "QianfanOCRForConditionalGeneration",
+    "internvl3_5": Seeing(
+        "InternVLForConditionalGeneration",
         INTERNVL,
-        _qianfan_ocr,
+        _internvl3_5,
         _GOT_OCR2,
         {"processor_class": "InternVLProcessor", "image_seq_length": 4},
         {"video_processor_type": "InternVLVideoProcessor", "size": {"height": 56, "width": 56}, **_IMAGENET},
+    ),
+    "ministral3": Seeing(
+        "Mistral3ForConditionalGeneration",
+        PIXTRAL,
+        _ministral3,
+        _pixtral_processor(14),
+        {**_PIXTRAL_PROCESSOR, "patch_size": 14, "spatial_merge_size": 2},
+    ),
+    "llama4": Seeing(
+        "Llama4ForConditionalGeneration",
+        LLAMA4,
+        _llama4,
+        _LLAMA4_IMAGES,
+        {"processor_class": "Llama4Processor", "patch_size": 14, "pixel_shuffle_ratio": 0.5},
     ),
 }
