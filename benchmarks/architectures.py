@@ -10,6 +10,7 @@ tower and projector; what either moves is noted beside it.
 """
 
 import argparse
+import gc
 import shutil
 import sys
 import tempfile
@@ -54,18 +55,23 @@ def picture(width: int, height: int, seed: int) -> Any:
 
 
 def prompts_of(processor: Any) -> list[Prompt]:
-    """Chats in the model's template, without a BOS that the tokenizer adds, and their pictures."""
+    """Chats in the model's template, and their pictures."""
 
     def chat(*parts: str | None) -> str:
         content = [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
-        text: str = processor.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
-        )
-        return text.removeprefix(processor.tokenizer.bos_token or "\0")
+        chat = [{"role": "user", "content": content}]
+        text: str = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        return text
 
     single = [(chat(None, "What is in this image?"), [picture(*shape, seed)]) for seed, shape in enumerate(SHAPES)]
     two = [picture(64, 64, 7), picture(120, 50, 8)]
     return [*single, (chat("The quick brown fox", None, "jumps over", None), two), (chat("Is it a square?"), [])]
+
+
+def as_written(processor: Any, text: str) -> dict[str, Any]:
+    """A keyword of tokenizers: no BOS is added to a text that has one, as transformers does in chats."""
+    bos = processor.tokenizer.bos_token
+    return {"add_special_tokens": not (bos and text.startswith(bos))}
 
 
 def read_by_transformers(model: Any, processor: Any, prompts: Sequence[Prompt]) -> list[Read]:
@@ -75,7 +81,7 @@ def read_by_transformers(model: Any, processor: Any, prompts: Sequence[Prompt]) 
     found = []
     for text, pictures in prompts:
         try:
-            inputs = processor(text=text, images=pictures or None, return_tensors="pt")
+            inputs = processor(text=text, images=pictures or None, return_tensors="pt", **as_written(processor, text))
             inputs = inputs.to(torch.float32)  # Llama 4's pixels have 16 bits
             with torch.no_grad():
                 logprobs = model(**inputs).logits[0, :-1].log_softmax(-1)
@@ -88,12 +94,14 @@ def read_by_transformers(model: Any, processor: Any, prompts: Sequence[Prompt]) 
 
 
 def linear_of(model: Any) -> dict[str, list[str]]:
-    """Names of the linear modules of the language model and of what is before it."""
+    """Names of the linear modules of the language model and of what is before it, without experts."""
     import torch
 
     decoder = model.model.get_decoder()
     (prefix,) = (name for name, module in model.named_modules() if module is decoder)
-    linear = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+    linear = [
+        name for name, module in model.named_modules() if type(module) is torch.nn.Linear and "expert" not in name
+    ]
     return {
         "adapter": [name for name in linear if name.startswith(prefix + ".")],
         "tower": [name for name in linear if not name.startswith((prefix + ".", "lm_head"))],
@@ -135,12 +143,14 @@ def start_vllm(folder: Path, tower: bool) -> Engine:
     """With adapters where the class takes them. `tower`: on the tower, too."""
     from tinker_local.backend.vllm_engine import build_engine
     from tinker_local.backend.vllm_engine.delta_net_on_cpu import take_float32
+    from tinker_local.backend.vllm_engine.rotary_on_cpu import read_heads
     from tinker_local.backend.vllm_engine.vllm_experts import take_adapters_on_cpu
     from tinker_local.backend.vllm_engine.whole_images import see_whole_images
 
     build_engine.prepare_environment()
     take_float32()  # without these, vLLM has such layers on GPUs alone
     take_adapters_on_cpu()
+    read_heads()
     see_whole_images()
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
@@ -153,14 +163,14 @@ def start_vllm(folder: Path, tower: bool) -> Engine:
     model_class: Any = config.registry.resolve_model_cls(config.architectures, config)[0]
     lora = supports_lora(model_class)
     taking = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "enable_tower_connector_lora": tower}
-    llm = LLM(
-        **arguments,
-        enforce_eager=True,
-        max_num_seqs=4,
-        kv_cache_memory_bytes=2**27,
-        gpu_memory_utilization=0.01,
-        **(taking if lora else {}),
-    )
+    arguments |= {"enforce_eager": True, "max_num_seqs": 4, "kv_cache_memory_bytes": 2**27}
+    arguments |= {"gpu_memory_utilization": 0.01}
+    try:
+        llm = LLM(**arguments, **(taking if lora else {}))
+    except NotImplementedError:  # as for experts with some activations
+        if tower:
+            raise
+        lora, llm = False, LLM(**arguments)
     return Engine(llm, model_class.__name__, lora, lora and model_class.supports_tower_connector_lora)
 
 
@@ -176,7 +186,9 @@ def read_by_vllm(
         if theirs.ids is None:
             found.append(None)
             continue
-        asked: dict[str, Any] = {"prompt_token_ids": processor.tokenizer(text)["input_ids"]}
+        asked: dict[str, Any] = {
+            "prompt_token_ids": processor.tokenizer(text, **as_written(processor, text))["input_ids"]
+        }
         if pictures:
             asked["multi_modal_data"] = {"image": pictures}
         (answer,) = engine.llm.generate([asked], params, use_tqdm=False, lora_request=adapter)
@@ -234,6 +246,8 @@ def measure(name: str, folder: Path) -> Iterator[Line]:
             theirs = read_by_transformers(changed, processor, prompts)
         try:
             if part == "tower":
+                del engine
+                gc.collect()  # what ends an engine would end the next one's groups of processes
                 engine = start_vllm(folder, tower=True)
             ours = read_by_vllm(engine, processor, prompts, theirs, LoRARequest(part, number, str(folder / part)))
         except FAULTS as error:

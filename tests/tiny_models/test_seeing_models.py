@@ -40,8 +40,9 @@ def asked(processor: Any, pictures: list[Image.Image]) -> Any:
     text = processor.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
     )
-    text = text.removeprefix(processor.tokenizer.bos_token or "\0")
-    inputs = processor(text=text, images=pictures or None, return_tensors="pt")
+    bos = processor.tokenizer.bos_token
+    written = {"add_special_tokens": not (bos and text.startswith(bos))}  # as transformers does in chats
+    inputs = processor(text=text, images=pictures or None, return_tensors="pt", **written)
     return inputs.to(torch.float32)  # Llama 4's pixels have 16 bits
 
 

@@ -407,7 +407,7 @@ def _gemma4(marks: Marks, text: Mapping[str, Any], **vision: Any) -> dict[str, A
             "num_hidden_layers": 4,
             "head_dim": 32,
             "global_head_dim": 64,
-            "sliding_window": SLIDING_WINDOW,
+            "sliding_window": 96,  # more than an image has, as published
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -691,7 +691,8 @@ def _llama4(marks: Marks) -> dict[str, Any]:
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
         },
         "vision_config": {
-            **_tower("llama4_vision_model", image_size=56, patch_size=14),
+            # The projector reads four patches at once, whose width has this name.
+            **_tower("llama4_vision_model", image_size=56, patch_size=14, intermediate_size=4 * 64),
             **{"pixel_shuffle_ratio": 0.5, "projector_input_dim": 64, "projector_output_dim": 64},
             **{"vision_output_dim": 64, "rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}},
         },
