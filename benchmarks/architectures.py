@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,10 +109,11 @@ def linear_of(model: Any) -> dict[str, list[str]]:
 
 
 @contextmanager
-def adapted(model: Any, modules: Sequence[str], out: Path) -> Iterator[Any]:
-    """The model with random factors at `modules`, which are written to `out`."""
+def adapted(model: Any, modules: Sequence[str], out: Path, renames: Mapping[str, str]) -> Iterator[Any]:
+    """The model with random factors at `modules`, which are written to `out`; `renames`: parts of their names there."""
     import peft
     import torch
+    from tinker_local.backend.tiny_models.make_models import rename_tensors
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -123,6 +124,7 @@ def adapted(model: Any, modules: Sequence[str], out: Path) -> Iterator[Any]:
                 if ".lora_" in name:
                     parameter.normal_(0, 0.1)
     changed.save_pretrained(out)
+    rename_tensors(out, renames)
     try:
         yield changed
     finally:
@@ -139,8 +141,8 @@ class Engine:
     tower: bool
 
 
-def start_vllm(folder: Path, tower: bool) -> Engine:
-    """With adapters where the class takes them. `tower`: on the tower, too."""
+def start_vllm(folder: Path, *, tower: bool = False, plain: bool = False) -> Engine:
+    """With adapters where the class takes them. `tower`: on the tower, too. `plain`: without any."""
     from tinker_local.backend.vllm_engine import build_engine
     from tinker_local.backend.vllm_engine.delta_net_on_cpu import take_float32
     from tinker_local.backend.vllm_engine.rotary_on_cpu import read_heads
@@ -165,12 +167,7 @@ def start_vllm(folder: Path, tower: bool) -> Engine:
     taking = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "enable_tower_connector_lora": tower}
     arguments |= {"enforce_eager": True, "max_num_seqs": 4, "kv_cache_memory_bytes": 2**27}
     arguments |= {"gpu_memory_utilization": 0.01}
-    try:
-        llm = LLM(**arguments, **(taking if lora else {}))
-    except NotImplementedError:  # as for experts with some activations
-        if tower:
-            raise
-        lora, llm = False, LLM(**arguments)
+    llm = LLM(**arguments, **(taking if lora and not plain else {}))
     return Engine(llm, model_class.__name__, lora, lora and model_class.supports_tower_connector_lora)
 
 
@@ -220,7 +217,7 @@ def apart(ours: Logprobs, theirs: Sequence[Read]) -> str:
 def measure(name: str, folder: Path) -> Iterator[Line]:
     """The lines of an architecture, whose model is written to `folder`."""
     import torch
-    from tinker_local.backend.tiny_models.seeing_models import make_tiny_seeing_model
+    from tinker_local.backend.tiny_models.seeing_models import SEEING, make_tiny_seeing_model
     from transformers import AutoModelForImageTextToText, AutoProcessor
     from vllm.lora.request import LoRARequest
 
@@ -230,30 +227,37 @@ def measure(name: str, folder: Path) -> Iterator[Line]:
     model = load(folder, dtype=torch.float32, attn_implementation="eager").eval()
     prompts = prompts_of(processor)
     base = read_by_transformers(model, processor, prompts)
-    engine = start_vllm(folder, tower=False)
+    engine = start_vllm(folder)
     takes = "adapters, on the tower too" if engine.tower else "adapters" if engine.lora else "no adapters"
     lengths = ", ".join(each.why or str(len(each.ids or ())) for each in base)
+    lora, tower = engine.lora, engine.tower
     try:
         ours = read_by_vllm(engine, processor, prompts, base, None)
-        note = f"each: {apart(ours, base)}; vLLM's {engine.model_class}, {takes}; prompts of {lengths} ids"
-        yield Line(f"{name}.base", largest(ours, base), "nats", note=note)
-    except FAULTS as error:
-        yield failed(f"{name}.base", error)
+    except (NotImplementedError, RuntimeError) as error:  # as of experts, which take no adapters on a CPU
+        yield failed(f"{name}.adapter", error)
+        lora = tower = False
+        del engine
+        gc.collect()  # what ends an engine would end the next one's groups of processes
+        engine = start_vllm(folder, plain=True)
+        ours = read_by_vllm(engine, processor, prompts, base, None)
+    note = f"each: {apart(ours, base)}; vLLM's {engine.model_class}, {takes}; prompts of {lengths} ids"
+    yield Line(f"{name}.base", largest(ours, base), "nats", note=note)
     for number, (part, modules) in enumerate(linear_of(model).items(), 1):
-        if not (engine.lora if part == "adapter" else engine.tower):
+        if not (lora if part == "adapter" else tower):
             continue
-        with adapted(model, modules, folder / part) as changed:
+        with adapted(model, modules, folder / part, SEEING[name].renames) as changed:
             theirs = read_by_transformers(changed, processor, prompts)
         try:
             if part == "tower":
                 del engine
-                gc.collect()  # what ends an engine would end the next one's groups of processes
+                gc.collect()
                 engine = start_vllm(folder, tower=True)
             ours = read_by_vllm(engine, processor, prompts, theirs, LoRARequest(part, number, str(folder / part)))
         except FAULTS as error:
             yield failed(f"{name}.{part}", error)
             continue
-        note = f"each: {apart(ours, theirs)}; {len(modules)} modules, which move logprobs by {moved(base, theirs):.2g}"
+        moves = f"{len(modules)} modules, which move logprobs by {moved(base, theirs):.2g}"
+        note = f"each: {apart(ours, theirs)}; {moves}; from vLLM's without an adapter: {apart(ours, base)}"
         yield Line(f"{name}.{part}", largest(ours, theirs), "nats", note=note)
 
 
