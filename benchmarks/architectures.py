@@ -197,7 +197,7 @@ def read_by_vllm(
 
 
 def largest(ours: Logprobs, theirs: Sequence[Read]) -> float:
-    """The largest difference, infinite where one is no number."""
+    """The largest difference, infinite where one is not a number."""
     apart = [np.abs(mine - other.logprobs).max() for mine, other in zip(ours, theirs, strict=True) if mine is not None]
     return float(np.nan_to_num(np.max(apart), nan=np.inf))
 

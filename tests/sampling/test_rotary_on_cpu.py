@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from tinker_local.backend.vllm_engine.build_engine import prepare_environment, process_state_kept, runs_on_cpu
+from tinker_local.backend.vllm_engine.build_engine import prepare_environment, process_state_kept
+from tinker_local.backend.vllm_engine.compat_vllm import runs_on_cpu
 from tinker_local.backend.vllm_engine.rotary_on_cpu import read_heads
 
 pytestmark = pytest.mark.more

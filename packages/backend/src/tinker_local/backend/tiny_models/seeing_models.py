@@ -1,4 +1,48 @@
-"""Tiny models of random weights of the architectures that see which transformers and vLLM both have."""
+"""Tiny models of random weights of the architectures that see which transformers and vLLM both have.
+
+What transformers 5.19 makes of P pictures in one prompt: which positions they have, the tensors that
+`get_image_features` takes, and what its `pooler_output` is, features of the hidden size H for the positions of
+`config.image_token_id`, in order.
+
+- llava: as many positions for every picture. pixel_values [P, 3, S, S]. P of [n, H].
+- llava_next, granite_vision: a thumbnail, then tiles without their padding, with a newline after each row.
+  pixel_values [P, most tiles, 3, S, S], padded, and image_sizes [P, 2]. P of [n, H].
+- llava_onevision: as llava_next, and batch_num_images [P].
+- internvl, internvl3_5: a start, tiles and a thumbnail, an end. pixel_values [tiles of all, 3, S, S], which do not
+  say whose they are. [tiles, n, H].
+- pixtral, mistral3, ministral3: in a picture's shape, with a mark without features after each row and another one
+  after the last. pixel_values [P, 3, most rows, most columns], padded, and image_sizes [P, 2]. P of [n, H].
+- smolvlm, idefics3: each tile after marks of its row and column, then a thumbnail. pixel_values [1, tiles, 3, S, S]
+  and pixel_attention_mask [1, tiles, S, S]. [tiles, n, H].
+- qwen2_vl, glm4v, glm4v_moe, glm_ocr, exaone4_5: in a picture's shape, between two marks. pixel_values [patches of
+  all, 1176] and image_grid_thw [P, 3]. P of [n, H].
+- lfm2_vl: a start, then one in its shape, or tiles after their marks and a thumbnail, and an end. pixel_values
+  [tiles, patches, 768], padded, pixel_attention_mask [tiles, patches] and spatial_shapes [tiles, 2]. As many as tiles
+  of [n, H].
+- paligemma: as many positions for every picture, before everything else. pixel_values [P, 3, S, S]. [P, n, H].
+- gemma4, gemma4_dense, gemma4_moe: a start, in a picture's shape, an end. pixel_values [P, 630, 768], padded, and
+  image_position_ids [P, 630, 2]. P of [n, H].
+- cohere2_vision: a start, tiles and a thumbnail, each with a mark after it, an end. pixel_values [tiles of all, 3, S,
+  S]. [tiles, n, H].
+- llama4: a start, tiles with marks between them, a thumbnail, an end. pixel_values [tiles of all, 3, S, S] in
+  bfloat16. Nothing but `last_hidden_state` [tiles, n, W], which the projector has yet to read.
+
+Positions are 0, 1, 2, ... but for qwen2_vl, glm4v, glm4v_moe and glm_ocr, whose `get_rope_index` makes them of
+image_grid_thw and mm_token_type_ids. A position sees what precedes it, but for two kinds: in gemma4_dense and
+gemma4_moe a picture sees itself in layers with a window (mm_token_type_ids), and in paligemma a prompt sees all of
+itself (token_type_ids).
+
+Where transformers 5.19 and vLLM 0.32 differ (`benchmarks/architectures.py` compares them):
+
+- granite_vision, cohere2_vision: transformers leaves out `logits_scaling` and `logit_scale` of the text.
+- mistral3, ministral3: transformers takes no prompt whose pictures have one position in all.
+- gemma4_dense: vLLM adds what an adapter of `k_proj` makes to keys alone, where keys are the values, too.
+- lfm2_vl: vLLM ignores adapters of `conv.in_proj` and `conv.out_proj`.
+- llava: for adapters on the tower, vLLM counts its positions without the class token.
+- glm4v, glm_ocr: vLLM takes no adapters of `gate_proj` and `up_proj` of the tower.
+- paligemma: vLLM puts a picture after the BOS of a prompt, and takes one at most.
+- llama4: vLLM on a CPU fails at some pictures, whose patches it gives transposed to its matrix product.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
