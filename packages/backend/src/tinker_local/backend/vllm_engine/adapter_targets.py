@@ -7,7 +7,6 @@ from typing import Any
 
 from tinker_local.backend.adapters.adapter import HEAD
 from tinker_local.backend.families import family_of
-from tinker_local.backend.families.family import Family
 from tinker_local.backend.vllm_engine.compat_vllm import class_of_model
 from tinker_local.backend.weights.joined_names import GATE_UP
 
@@ -60,14 +59,13 @@ def name_joined_modules(config: Any, _: int) -> None:
     """Name a module of a `VllmConfig`'s model by the one name that it has in transformers' class, too. vLLM's class of
     GLM 4 names the parts of `gate_up_proj`, which neither files nor adapters have."""
     model = config.model_config
-    family = family_of(model.hf_config.model_type, model.model)
-    if not family.unwritten:
+    if not family_of(model.hf_config.model_type, model.model).unwritten:
         return
     found = class_of_model(config)
     packed = getattr(found, "packed_modules_mapping", None)
     if not packed:  # as of a class without LoRA, or of transformers' classes, which name theirs themselves
         return
-    theirs = _last_names(model.model, family)
+    theirs = _last_names(model.model)
     found.packed_modules_mapping = {name: [name] if name in theirs else parts for name, parts in packed.items()}
 
 
@@ -89,11 +87,13 @@ def adapt_heads_beside_language_models() -> None:
     LoRAModelManager._get_punica_wrapper = wrapper_of
 
 
-def _last_names(path: str, family: Family) -> set[str]:
+def _last_names(path: str) -> set[str]:
     """Of the modules of the decoder of transformers' model of the config at `path`."""
     from tinker_local.backend.training.model.load_model import config_of, without_values
 
-    decoder = without_values(config_of(path), family).get_submodule(family.decoder_path)
+    config = config_of(path)
+    family = family_of(config.model_type, path)
+    decoder = without_values(config, family).get_submodule(family.decoder_path)
     return {name.rpartition(".")[2] for name, _ in decoder.named_modules()}
 
 
