@@ -257,7 +257,7 @@ def test_pictures_that_touch_or_are_too_small_for_transformers_are_errors_of_the
 
 
 class Reading:
-    """An image processor of either engine that gives what it is told."""
+    """An image processor of either engine, which gives one image."""
 
     def __init__(self, image: Any) -> None:
         self.image = image
