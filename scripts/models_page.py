@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 from tinker_local.backend.families import FAMILIES
-from tinker_local.backend.families.line_up import LINE_UP, NOT_SERVED, OTHERS
+from tinker_local.backend.families.line_up import LINE_UP, NOT_SERVED, OTHERS, SEEING
 
 PAGE = Path(__file__).parent.parent / "docs/models.md"
 HEAD = """# Models
@@ -40,10 +40,23 @@ What configuration and classes rule out, `tinker-local check` says without loadi
 sampler are compared with an adapter on all of these modules, too, and a model is refused if vLLM computes something
 else. Tests have seen these agree:
 """
+OTHERS_THAT_SEE = """
+### Other models that read images
+
+So is the language model of any class of transformers that reads images and text. Its own processor says what an image
+is in a prompt: which tokens, ends of rows and marks of tiles among them, and what the vision tower takes; vLLM's must
+make the same of each picture, otherwise the request is refused with the difference. Its own code computes features and
+positions. The tower stays frozen. At the start the trainer is compared with transformers' whole forward, on pictures of
+four shapes, between, before and behind texts, and two in a prompt, and trainer and sampler on several shapes; a model
+that differs is refused with the prompt, the position and both numbers. Tests have seen these agree, with gradients of
+adapters that are transformers' in float64 (the processor of SmolVLM needs the package `num2words`):
+"""
 REFUSED = """
 ### Refused
 
-- models with images or sound that are not in the table above;
+- models whose images see forward (`paligemma`, `gemma4`), but for Gemma 3;
+- models of which vLLM takes no adapters (`llava_onevision`), and models with sound;
+- models of whose logits transformers' class leaves out a part (Granite vision, `cohere2_vision`);
 - models whose layers do not pass their arguments on to attention (`nemotron`, `stablelm`), or compute it by other
   functions than transformers' common ones, or have convolutions along the sequence (`falcon_h1`, `lfm2`);
 - mixtures of experts that are not in the table above (`mixtral`, `olmoe`, `granitemoe`, `qwen3_next`, `minimax`):
@@ -108,6 +121,8 @@ def page() -> str:
     names = "\n".join(line(name, model_type) for model_type, names in LINE_UP.items() for name in names)
     refused = "\n".join(f"- `{kind}`: {why}." for kind, why in NOT_SERVED.items() if kind not in FAMILIES)
     others = textwrap.fill(", ".join(f"`{model_type}`" for model_type in OTHERS) + ".", 120, break_on_hyphens=False)
+    seeing = textwrap.fill(", ".join(f"`{model_type}`" for model_type in SEEING) + ".", 120, break_on_hyphens=False)
+    others += f"\n{OTHERS_THAT_SEE}{seeing}"
     return f"{HEAD}{architectures}\n{OTHER_MODELS}{others}\n{REFUSED}{refused}\n{NAMES}{names}\n"
 
 

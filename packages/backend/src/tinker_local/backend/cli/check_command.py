@@ -65,9 +65,12 @@ def check_model(source: ModelSource, options: BackendOptions, *, whole: bool = F
     yield from (Finding("warning", what, text) for text in found.warnings)
     if (problem := _contradiction(options, found.published)) is not None:
         yield Finding("problem", what, problem)
-    if whole and not found.problems and (problem := _fault_of_weights(source, options)) is not None:
+    told: list[str] = []
+    if whole and not found.problems and (problem := _fault_of_weights(source, options, told)) is not None:
         yield Finding("problem", what, problem)
-    elif found.hub:
+        return
+    yield from (Finding("ok", what, text) for text in told)
+    if found.hub:
         yield of_hub(source, what)
     elif not found.problems:
         yield _memory(found, options, what)
@@ -86,8 +89,9 @@ def _contradiction(options: BackendOptions, published: "Published | None") -> st
     return None
 
 
-def _fault_of_weights(source: ModelSource, options: BackendOptions) -> str | None:
-    """Why the weights are not those of the model, or no numbers; None if they can be served, or are not here."""
+def _fault_of_weights(source: ModelSource, options: BackendOptions, told: list[str]) -> str | None:
+    """Why the weights are not those of the model, or no numbers; None if they can be served, or are not here. Adds to
+    `told` how images are read where nothing is written of the model."""
     from tinker_local.backend.weight_files import folder_of, not_finite, stored_tensors
 
     if (folder := folder_of(source.path)) is None:
@@ -97,7 +101,9 @@ def _fault_of_weights(source: ModelSource, options: BackendOptions) -> str | Non
         from tinker_local.types import UnsupportedError
 
         try:
-            check_for_engines(source.path, options)
+            _, family = check_for_engines(source.path, options)
+            if family.vision is not None and family.vision.found:
+                told.append(f"reads images by transformers' class, from {family.vision.found}; towers stay frozen")
         except UnsupportedError as error:
             return str(error)
     return not_finite(stored_tensors(folder).values())

@@ -113,7 +113,7 @@ class Imports:
             raise InvalidRequestError(f"name: {AUTOSAVE!r} is the name of what the server saves by itself")
         base_model = self._models.served_name(base_model)
         base = self._models.get(base_model)
-        family = family_of(base.engines.arch, base_model)
+        family = family_of(base.engines.arch, base.path)
         adapter = await DISK.run(read_peft_adapter, folder, family)
         if not other_base:
             _check_base(adapter.base_model, base, base_model)
@@ -154,7 +154,7 @@ class Imports:
         async def make() -> dict[str, Any]:
             nonlocal notes
             begun = await base.scheduler.call(fresh)
-            state, notes = await DISK.run(adapter.state, begun, family_of(base.engines.arch, base_model))
+            state, notes = await DISK.run(adapter.state, begun, family_of(base.engines.arch, base.path))
             if (run := self._runs.live(model_id)) is not None:
                 run.imported, run.began_on = True, began_elsewhere(base)
             await base.scheduler.call(trainer.load_adapter, model_id, state)

@@ -129,13 +129,19 @@ def make_probe(base: BaseModel) -> Probe:
     if vision is None:
         return Probe((only_text,), (only_text.token_ids.tolist(),), None)
     from PIL.Image import fromarray
-    from tinker_local.backend.rendering.hf_images import HFImages
 
     pixels = np.random.Generator(np.random.Philox(12)).integers(0, 256, (IMAGE_HEIGHT, 2 * IMAGE_HEIGHT, 3), np.uint8)
     picture = fromarray(pixels)
-    read = HFImages(base.path, vision.read_image).process(picture)
-    image = RenderedImage("probe", read.num_tokens, read.pixel_values, read.grid_thw)
+    read = vision.processor(base.path, base.config).process(picture)
+    image = RenderedImage(
+        "probe", read.num_tokens, read.pixel_values, read.grid_thw, positions=read.positions, further=read.further
+    )
     marks, before, after = vision.tokens(base.config), text(6, 23), text(18, 37)
+    if image.positions is not None:
+        ids = np.concatenate([before, image.positions.ids, after])
+        with_image = RenderedInput(ids, (ImagePlacement(len(before), image),))
+        asked = [*before, marks.pad, *after]
+        return Probe((only_text, with_image), (only_text.token_ids.tolist(), list(map(int, asked))), picture)
     around = [] if marks.around is None else tokenizer.encode(marks.around, add_special_tokens=False)
     start, end = [*before, *around, marks.start], [marks.end, *around, *after]
     ids = np.array([*start, *[marks.pad] * image.num_tokens, *end], np.int32)
@@ -245,9 +251,7 @@ def _loaded_logprobs(folder: Path, trained: Trained, to: str, device: str, probe
         ids = torch.from_numpy(prompt.token_ids.astype(np.int64))[None].to(device)
         further: dict[str, Any] = {}
         if prompt.images and base.family.vision is not None:
-            is_image = torch.zeros_like(ids, dtype=torch.int32)
-            for placed in prompt.images:
-                is_image[0, placed.offset : placed.offset + placed.image.num_tokens] = 1
+            is_image = torch.from_numpy(prompt.holds_features)[None].to(device, torch.int32)
             further = base.family.vision.arguments([placed.image for placed in prompt.images], is_image)
         with torch.no_grad():
             logits = model(input_ids=ids, **further).logits[0, :-1].float()

@@ -25,6 +25,7 @@ from tinker_local.backend.families import (
     qwen3_next,
     qwen3_vl,
     qwen3_vl_moe,
+    seeing,
 )
 from tinker_local.backend.families.family import Family
 from tinker_local.backend.families.line_up import NOT_SERVED
@@ -58,13 +59,25 @@ FAMILIES: dict[str, Family] = {
 FAMILIES = {model_type: replace(family, model_type=model_type) for model_type, family in FAMILIES.items()}
 
 OTHER = other.FAMILY
-NO_FAMILY = "model_type {!r} is supported for text alone, and this model has a part for images or sound"
+NO_FAMILY = (
+    "model_type {!r} is supported for text alone, and this model has a part for images or sound that no class of "
+    "transformers reads with text"
+)
 """Why a model of `OTHER` with such a part is refused."""
 
 
-def family_of(model_type: str, where: str) -> Family:
-    """The family of a config's `model_type`, or `OTHER` for one without; UnsupportedError for what is known not to
-    work. `where`: the model's name."""
+def written_family(model_type: str, where: str) -> Family:
+    """The family of a config's `model_type` that is written here, or `OTHER` for one without; UnsupportedError for what
+    is known not to work. `where`: the model's name. Loads no torch."""
     if model_type in NOT_SERVED and model_type not in FAMILIES:
         raise UnsupportedError(f"{where}: model_type {model_type!r} is not supported: {NOT_SERVED[model_type]}")
     return FAMILIES.get(model_type, OTHER)
+
+
+def family_of(model_type: str, where: str) -> Family:
+    """The same, and one that is found in transformers' class for a model without a family that reads images. `where`: a
+    folder or hub name, whose config is read for such a model."""
+    family = written_family(model_type, where)
+    if family is OTHER and seeing.sees(model_type, where):
+        return seeing.seeing_family(model_type, where)
+    return family

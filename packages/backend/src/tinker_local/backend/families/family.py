@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.rendering.rendered_input import ImageTokens, RenderedImage, RenderedInput, TrainerImage
+from tinker_local.backend.rendering.rendered_input import (
+    ImageProcessor,
+    ImageTokens,
+    RenderedImage,
+    RenderedInput,
+    TrainerImage,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -163,21 +169,33 @@ class Vision:
     `tower`: path of the vision tower in the model, whose layers are its `blocks`. `vllm_tower`: the same in vLLM; its
     forward takes `grid_thw`, by name or second, or pixels alone, with a row for each image. `tokens(config)`: the ids
     that mark an image; UnsupportedError for a config whose images the engines compute differently.
-    `read_image(processor, batch)`: the image in what the HF image processor returns for one. `encode_images(model,
-    images)`: features of images in order. `arguments(images, is_image)`: what transformers' forward takes for the
-    images of one input, in order, beside its ids; `is_image` int32 [1, N]. `whole_images`: whether the positions of an
-    image see all of it, and not only what precedes them. `frozen`: why adapters cannot train the tower; empty if they
-    can.
+    `read_image(processor, batch)`: the image in what the HF image processor returns for one; None: the model's own
+    processor says what an image is in a prompt. `encode_images(model, images)`: features of images in order.
+    `arguments(images, is_image)`: what transformers' forward takes for the images of one input, in order, beside its
+    ids; `is_image` int32 [1, N], where features are. `whole_images`: whether the positions of an image see all of it,
+    and not only what precedes them. `frozen`: why adapters cannot train the tower; empty if they can. `found`: for a
+    model without a family, the parts of its class by which images are read; empty for those that are written here.
+    `touching`: whether images may follow each other without a token between their features.
     """
 
     tower: str
     vllm_tower: str
     tokens: Callable[[Any], ImageTokens]
-    read_image: Callable[[Any, Any], TrainerImage]
+    read_image: Callable[[Any, Any], TrainerImage] | None
     encode_images: Callable[[Any, Sequence[RenderedImage]], ImageFeatures]
     arguments: Callable[[Sequence[RenderedImage], Any], dict[str, Any]]
     whole_images: bool = False
     frozen: str = ""
+    found: str = ""
+    touching: bool = True
+
+    def processor(self, model: str, config: Any) -> ImageProcessor[TrainerImage]:
+        """What reads images for the trainer, of the model at a folder or hub name, with its config."""
+        from tinker_local.backend.rendering.hf_images import HFImages, HFProcessorImages
+
+        if self.read_image is None:
+            return HFProcessorImages(model, self.tokens(config).pad)
+        return HFImages(model, self.read_image)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +228,11 @@ class Family:
     model_type: str = ""
 
     @property
+    def unwritten(self) -> bool:
+        """Whether nothing is written of its architecture here, and adapters train all that can be found in it."""
+        return self.lora.every_linear
+
+    @property
     def one_copy(self) -> bool:
         """Whether vLLM keeps all matrices as transformers has them, so that it can read a trainer's on a GPU. It turns
         experts round that are transposed."""
@@ -222,7 +245,7 @@ class Family:
 
     def in_tower(self, path: str) -> bool:
         """Whether the module at `path` of the model is in its vision tower."""
-        return self.vision is not None and path.startswith(f"{self.vision.tower}.")
+        return self.vision is not None and bool(self.vision.tower) and path.startswith(f"{self.vision.tower}.")
 
     def hosted_path(self, path: str, *, tied_head: bool) -> str:
         """The name in exports of the adapted module at `path`, in the decoder, the vision tower or the LM head.

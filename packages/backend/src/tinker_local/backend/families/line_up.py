@@ -102,3 +102,17 @@ OTHERS: Sequence[str] = (
     "vaultgemma",
 )
 """Architectures without a family that the tests have seen agree in trainer and sampler, with adapters."""
+
+SEEING: Sequence[str] = (
+    "exaone4_5",
+    "glm4v",
+    "glm_ocr",
+    "idefics3",
+    "internvl",
+    "llava",
+    "llava_next",
+    "mistral3",
+    "qwen2_vl",
+    "smolvlm",
+)
+"""The same of those that read images."""

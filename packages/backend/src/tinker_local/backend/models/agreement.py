@@ -6,7 +6,8 @@ Both engines silently ignore what they do not know: fields of a config, or tenso
 import asyncio
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from tinker_local.backend.adapters.adapter import AdapterState, AdapterVersion
 from tinker_local.backend.rendering.rendered_input import RenderedInput, Renderer
 from tinker_local.backend.sampling.sampler import Sampler, SampleWork
 from tinker_local.backend.training.trainer import Trainer
-from tinker_local.types import EncodedTextChunk, ImageChunk, ModelInput, SamplingParams
+from tinker_local.types import EncodedTextChunk, ImageChunk, InvalidRequestError, ModelInput, SamplingParams
 
 LENGTHS = (16, 40)
 """Positions of the text probes."""
@@ -50,10 +51,18 @@ class Probes:
 
 
 def make_probes(
-    renderer: Renderer, vocab_size: int, limit: int, sliding_window: int | None, max_image_pixels: int
+    renderer: Renderer,
+    vocab_size: int,
+    limit: int,
+    sliding_window: int | None,
+    max_image_pixels: int,
+    *,
+    several: bool = False,
 ) -> Probes:
     """Text of several lengths, one longer than the window if there is one, and an image between two texts if the model
-    takes images. `limit`: the most positions of a prompt. `max_image_pixels`: the renderer's. Blocks."""
+    takes images. `limit`: the most positions of a prompt. `max_image_pixels`: the renderer's. `several`: images of
+    other shapes as well, and two in a prompt, for a model of which no test knows how it reads them; without those that
+    an engine refuses, as it will in requests. Blocks."""
 
     def text(length: int, first: int = 11) -> EncodedTextChunk:
         ids = (np.arange(length, dtype=np.int64) * 7919 + first) % vocab_size
@@ -67,15 +76,47 @@ def make_probes(
         chunks = (text(6, 23), ImageChunk(data=_image(max_image_pixels), format="png"), text(18, 37))
         rendered = renderer.render(ModelInput(chunks=chunks), "probe")
         images = [rendered] if rendered.length <= limit else []
+        if several:
+            images += _more_images(renderer, text, limit, max_image_pixels)
     return Probes(tuple(texts + images), (texts[0], *images))
+
+
+SHAPES = {"tall": (80, IMAGE_HEIGHT), "square": (IMAGE_HEIGHT // 2, IMAGE_HEIGHT // 2), "tiny": (24, 18)}
+"""Width and height in pixels of the other images."""
+
+
+def _more_images(
+    renderer: Renderer, text: Callable[[int, int], EncodedTextChunk], limit: int, max_pixels: int
+) -> list[RenderedInput]:
+    chunks: dict[str, ImageChunk] = {}
+    for shape, (width, height) in SHAPES.items():
+        if width * height > max_pixels:
+            continue
+        chunk = ImageChunk(data=_png(width, height, len(chunks)), format="png")
+        with suppress(InvalidRequestError):
+            read = renderer.render(ModelInput(chunks=(chunk,)), "probe")
+            if read.images[0].image.num_features > 1:  # transformers' classes of Pixtral's tower fail on one
+                chunks[shape] = chunk
+    asked: list[tuple[EncodedTextChunk | ImageChunk, ...]] = [
+        (*((text(3, 29),) if at % 2 else ()), chunk, text(12, 41)) for at, chunk in enumerate(chunks.values())
+    ]
+    if len(chunks) > 1:
+        one, other, *_ = chunks.values()
+        asked.append((text(5, 43), one, text(4, 47), other, text(9, 53)))
+    found = [renderer.render(ModelInput(chunks=each), "probe") for each in asked]
+    return [each for each in found if each.length <= limit]
 
 
 def _image(max_pixels: int) -> bytes:
     """A PNG of random pixels, always the same."""
+    height = min(IMAGE_HEIGHT, math.isqrt(max_pixels // 2))
+    return _png(2 * height, height, 12)
+
+
+def _png(width: int, height: int, seed: int) -> bytes:
     from PIL import Image
 
-    height = min(IMAGE_HEIGHT, math.isqrt(max_pixels // 2))
-    pixels = np.random.Generator(np.random.Philox(12)).integers(0, 256, (height, 2 * height, 3), np.uint8)
+    pixels = np.random.Generator(np.random.Philox(seed)).integers(0, 256, (height, width, 3), np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()

@@ -533,7 +533,6 @@ def _load_real(
     taken()
     with stage("imports"):
         import torch
-        from tinker_local.backend.families import OTHER
         from tinker_local.backend.rendering.hf_text import HFText
         from tinker_local.backend.training.run.worker import HFTrainer, trainer_of_rank
         from tinker_local.backend.vllm_engine import build_engine, compat_vllm
@@ -635,7 +634,7 @@ def _load_real(
         no_grammars=compat_vllm.why_no_grammars(options.grammars),
         tools=tools,
         targets=(*TARGETS, "train_vision") if engine.train_vision else TARGETS,
-        unknown_adapters=family is OTHER,
+        unknown_adapters=family.unwritten,
         compare_seconds=options.compare_seconds,
         kv_cache_bytes=min(each.kv_cache_bytes or 0 for each in engines),
         wanted_context=min(options.max_context_length or longest, longest),
@@ -657,6 +656,8 @@ def check_model(path: str, options: BackendOptions) -> "tuple[Any, Family]":
     family = supported_family(config, path)
     check_packable(config, family, options)
     check_weights(path, config, family)
+    if family.vision is not None and family.vision.found:
+        family.vision.processor(path, config)
     if importlib.util.find_spec("vllm"):  # `check` may run before it is installed
         from tinker_local.backend.vllm_engine.refusals import check_runs
 
@@ -762,7 +763,6 @@ def load_renderer(
 ) -> ModelRenderer:
     """The renderer of `model` (a folder or hub name); `dtype` as of the engine."""
     from tinker_local.backend.families import family_of
-    from tinker_local.backend.rendering.hf_images import HFImages
     from tinker_local.backend.vllm_engine.vllm_images import VLLMImages
     from transformers import AutoConfig
 
@@ -771,7 +771,7 @@ def load_renderer(
     images = None
     if vision is not None:
         tokens = vision.tokens(config)
-        images = ImageReading(tokens, HFImages(model, vision.read_image), VLLMImages(model, dtype, tokens))
+        images = ImageReading(tokens, vision.processor(model, config), VLLMImages(model, dtype, tokens))
     vocab_size = config.get_text_config().vocab_size
     return ModelRenderer(vocab_size, images, max_pixels=max_pixels, cache_bytes=cache_bytes)
 

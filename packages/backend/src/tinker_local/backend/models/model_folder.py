@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tinker_local.backend.adapters.adapter_files import CONFIG as ADAPTER_CONFIG
-from tinker_local.backend.families import NO_FAMILY, OTHER, family_of
+from tinker_local.backend.families import OTHER, written_family
 from tinker_local.backend.families.family import Family
 from tinker_local.backend.options import ModelSource
 from tinker_local.backend.weight_files import FLOATS, INDEX, SINGLE, StoredTensor, folder_of, tensors_in, weight_files
@@ -69,19 +69,17 @@ def look_at(source: ModelSource) -> ModelFiles:
         return found
     found.model_type = str(config.get("model_type"))
     try:
-        family = family_of(found.model_type, str(folder))
+        family = written_family(found.model_type, str(folder))
     except UnsupportedError as error:
         found.problems.append(str(error))
         return found
     if family is OTHER:
-        if "text_config" in config or "vision_config" in config:
-            found.problems.append(NO_FAMILY.format(found.model_type))
-            return found
+        found.vision = "vision_config" in config
         found.warnings.append(
             f"model_type {found.model_type!r} is not among those that docs/models.md lists as tested; it is compared "
             "in vLLM and transformers when it is loaded, and refused if they differ"
         )
-    found.vision = family.vision is not None
+    found.vision = found.vision or family.vision is not None
     tensors = _weights(folder, found)
     quantized = [*_quantized(folder, config, family)]
     found.problems += quantized

@@ -262,7 +262,14 @@ class ServedModel:
         vocab_size, window = engines.trainer.vocab_size, engines.sliding_window
         with self._comparing():
             self.probes = await asyncio.to_thread(
-                without_pool, make_probes, engines.renderer, vocab_size, limit, window, max_image_pixels
+                without_pool,
+                make_probes,
+                engines.renderer,
+                vocab_size,
+                limit,
+                window,
+                max_image_pixels,
+                several=engines.unknown_adapters,
             )
             start = time.monotonic()
             draws = await self.scheduler.call(trainer_draws, engines.trainer, None, self.probes.base)

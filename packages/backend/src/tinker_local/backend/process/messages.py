@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.adapters.adapter_tensors import as_numpy, as_torch
-from tinker_local.backend.rendering.rendered_input import RenderedImage
+from tinker_local.backend.rendering.rendered_input import ImagePositions, RenderedImage
 from tinker_local.types import ApiError
 
 Program = Callable[..., None]
@@ -55,15 +55,26 @@ class KeepImage:
     pixel_values: npt.NDArray[np.float32]
     grid_thw: tuple[int, int, int]
     vllm_item: Any = None
+    positions: ImagePositions | None = None
+    further: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, image: RenderedImage, *, sampler: bool = False) -> "KeepImage":
         item = image.vllm_item if sampler else None
         pixels = image.pixel_values if item is None else np.zeros((0, 0), np.float32)
-        return cls(image.content_hash, image.num_tokens, pixels, image.grid_thw, item)
+        further = image.further if item is None else {}
+        return cls(image.content_hash, image.num_tokens, pixels, image.grid_thw, item, image.positions, further)
 
     def rendered(self) -> RenderedImage:
-        return RenderedImage(self.content_hash, self.num_tokens, self.pixel_values, self.grid_thw, self.vllm_item)
+        return RenderedImage(
+            self.content_hash,
+            self.num_tokens,
+            self.pixel_values,
+            self.grid_thw,
+            self.vllm_item,
+            positions=self.positions,
+            further=self.further,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

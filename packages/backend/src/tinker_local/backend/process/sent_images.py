@@ -20,7 +20,7 @@ class SentImages:
 
     def sent(self, image: RenderedImage) -> None:
         """Record that `image` was sent."""
-        self._sizes[image.content_hash] = image.pixel_values.nbytes
+        self._sizes[image.content_hash] = image.tensor_bytes
 
     def too_many(self) -> list[str]:
         """The images that the process must forget after the call, least recently used first."""

@@ -109,8 +109,9 @@ class HFText:
         self._written, self._meant = "", ""
         self._image_in_text = ""
         if images is not None:
-            start, end = map(str, tokenizer.convert_ids_to_tokens([images.start, images.end]))
-            self._image_in_text = f"{start}{self._image_token}{end}"
+            marks = [images.pad] if images.alone else [images.start, images.pad, images.end]
+            start, *_ = named = list(map(str, tokenizer.convert_ids_to_tokens(marks)))
+            self._image_in_text = "".join(named)
             if images.around is not None:
                 self._written, self._meant = start, f"{images.around}{self._image_in_text}{images.around}"
                 self._image_in_text = start

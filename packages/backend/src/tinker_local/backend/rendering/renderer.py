@@ -9,6 +9,7 @@ from tinker_local.backend.rendering.decoding import IN_FLIGHT, ImageError, decod
 from tinker_local.backend.rendering.image_cache import ImageCache
 from tinker_local.backend.rendering.rendered_input import (
     ImagePlacement,
+    ImagePositions,
     ImageProcessor,
     ImageTokens,
     RenderedImage,
@@ -83,7 +84,8 @@ class ModelRenderer:
             else:
                 image, pad = self._image(chunk, place)
                 placements.append(ImagePlacement(offset, image))
-                parts.append(np.full(image.num_tokens, pad, np.int32))
+                own = image.positions
+                parts.append(np.full(image.num_tokens, pad, np.int32) if own is None else own.ids)
             offset += parts[-1].size
         if not parts:
             raise InvalidRequestError(f"{where}.chunks: there are none; at least one token is needed")
@@ -123,8 +125,28 @@ class ModelRenderer:
             del decoded  # or its memory would not be given back
         if trainer.num_tokens != sampler.num_tokens:
             raise _disagreement(chunk, sampler.num_tokens, trainer.num_tokens)
-        pixels, grid = trainer.pixel_values, trainer.grid_thw
-        return RenderedImage(content_hash, sampler.num_tokens, pixels, grid, sampler.item, sampler.num_bytes)
+        _check_positions(trainer.positions, sampler.positions, f"image of {width}x{height} pixels")
+        return RenderedImage(
+            content_hash,
+            sampler.num_tokens,
+            trainer.pixel_values,
+            trainer.grid_thw,
+            sampler.item,
+            sampler.num_bytes,
+            trainer.positions,
+            trainer.further,
+        )
+
+
+def _check_positions(hf: ImagePositions | None, vllm: ImagePositions | None, what: str) -> None:
+    """ImageError unless both engines have the same ids and features at the positions of an image."""
+    if hf is None or vllm is None or (at := hf.first_difference(vllm)) is None:
+        return
+
+    def told(found: ImagePositions) -> str:
+        return f"token {found.ids[at]} {'with' if found.holds_features[at] else 'without'} features"
+
+    raise ImageError(f"{what}: position {at} of its {hf} is {told(vllm)} in vLLM and {told(hf)} in the HF processor")
 
 
 def _disagreement(chunk: ImageChunk, vllm: int, hf: int) -> ImageError:

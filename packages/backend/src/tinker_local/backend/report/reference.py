@@ -73,9 +73,7 @@ def arguments(input: RenderedInput, vision: Vision | None) -> dict[str, Any]:
     found: dict[str, Any] = {"input_ids": token_ids, "use_cache": False}
     if input.images and vision is not None:
         placements = sorted(input.images, key=lambda placement: placement.offset)
-        is_image = torch.zeros_like(token_ids, dtype=torch.int32)
-        for placement in placements:
-            is_image[0, placement.offset : placement.offset + placement.image.num_tokens] = 1
+        is_image = torch.from_numpy(input.holds_features)[None].to(torch.int32)
         found |= vision.arguments([placement.image for placement in placements], is_image)
     return found
 

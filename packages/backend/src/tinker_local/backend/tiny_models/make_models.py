@@ -89,9 +89,9 @@ def make_tiny_text_model(
         **{**text_settings(shape, kind.marks), **kind.settings(shape)},
         tie_word_embeddings=kind.tied if tie_word_embeddings is None else tie_word_embeddings,
     )
-    _claim_folder(out)
+    claim_folder(out)
     write_tokenizer(out, kind.marks, shape.max_position_embeddings)
-    write_weights(_instantiate(model_class, config), out, seed, kind.marks, text_scale=shape.weight_scale)
+    write_weights(instantiate(model_class, config), out, seed, kind.marks, text_scale=shape.weight_scale)
     return out
 
 
@@ -122,7 +122,7 @@ def make_tiny_vl_model(
         # Qwen2.5-VL has no setting for the head size: attention is as wide as the hidden state.
         text, settings = text or TextShape(hidden_size=128), QWEN2_5_VL
         model = _qwen2_5_vl(text, vision, settings, tie_word_embeddings)
-    _claim_folder(out)
+    claim_folder(out)
     write_tokenizer(out, QWEN, text.max_position_embeddings)
     as_held = family == "qwen3_5_moe"  # as its published checkpoints are
     scales = {"text_scale": text.weight_scale, "vision_scale": vision.weight_scale}
@@ -160,23 +160,25 @@ def _write_gemma3(out: Path, seed: int, text: TextShape, vision: VisionShape, ti
         tie_word_embeddings=tie_word_embeddings,
         dtype="float32",
     )
-    model = _instantiate(Gemma3ForConditionalGeneration, config)
-    _claim_folder(out)
+    model = instantiate(Gemma3ForConditionalGeneration, config)
+    claim_folder(out)
     write_tokenizer(out, GEMMA3, text.max_position_embeddings)
     write_weights(model, out, seed, GEMMA3, text_scale=text.weight_scale, vision_scale=vision.weight_scale)
     write_gemma3_processor(out, vision)
-    _rename_tower(out)
+    rename_tensors(out, {"vision_tower.": "vision_tower.vision_model."})
     return out
 
 
-def _rename_tower(out: Path) -> None:
-    """Name the vision tower as the family's checkpoints do and vLLM expects."""
+def rename_tensors(out: Path, parts: Mapping[str, str]) -> None:
+    """Name tensors as the family's checkpoints do and vLLM expects. `parts`: of names, and what takes their place."""
     from safetensors.torch import load_file, save_file
 
     (file,) = out.glob("*.safetensors")
-    tensors = {
-        name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in load_file(file).items()
-    }
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        for part, other in parts.items():
+            name = name.replace(part, other)
+        tensors[name] = tensor
     save_file(tensors, file, metadata={"format": "pt"})
 
 
@@ -207,7 +209,7 @@ def make_experts_alike(folder: Path) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
-def _claim_folder(out: Path) -> None:
+def claim_folder(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists already; give a new or empty folder for the model")
     out.mkdir(parents=True, exist_ok=True)
@@ -219,7 +221,7 @@ def _check_attention_width(family: str, shape: TextShape) -> None:
         raise ValueError(f"{family} needs hidden_size = num_heads x head_dim: {shape.hidden_size} != {attention_width}")
 
 
-def _instantiate(model_class: Any, config: Any) -> Any:
+def instantiate(model_class: Any, config: Any) -> Any:
     """A model on the CPU; the caller's random state stays as it was."""
     import torch
 
@@ -285,7 +287,7 @@ def _qwen3_vl(
         dtype="float32",
         **_image_token_ids(),
     )
-    return _instantiate(model_class, config)
+    return instantiate(model_class, config)
 
 
 def _qwen3_5(
@@ -312,7 +314,7 @@ def _qwen3_5(
         dtype="float32",
         **_image_token_ids(),
     )
-    return _instantiate(model_class, config)
+    return instantiate(model_class, config)
 
 
 def _qwen2_5_vl(text: TextShape, vision: VisionShape, settings: ProcessorSettings, tie_word_embeddings: bool) -> Any:
@@ -331,4 +333,4 @@ def _qwen2_5_vl(text: TextShape, vision: VisionShape, settings: ProcessorSetting
         dtype="float32",
         **_image_token_ids(),
     )
-    return _instantiate(Qwen2_5_VLForConditionalGeneration, config)
+    return instantiate(Qwen2_5_VLForConditionalGeneration, config)

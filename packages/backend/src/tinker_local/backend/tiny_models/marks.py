@@ -20,7 +20,8 @@ NUM_ADDED = 26
 class Marks:
     """A family's special tokens and chat template.
 
-    `added`: name and whether special, in the order of their ids; reserved tokens fill them up to `NUM_ADDED`. `bos`:
+    `added`: name and whether special, in the order of their ids; reserved tokens fill them up to `NUM_ADDED`, and with
+    more of them the vocabulary is larger. `bos`:
     None if prompts begin without one. `stops`: tokens that end a generation; the first one is the tokenizer's EOS.
     `named`: what the tokenizer calls some of them, beyond the usual.
     """
@@ -36,6 +37,11 @@ class Marks:
     def __post_init__(self) -> None:
         reserved = [(f"<|reserved_special_token_{index}|>", True) for index in range(NUM_ADDED - len(self.added))]
         object.__setattr__(self, "added", (*self.added, *reserved))
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids in all."""
+        return VOCAB_SIZE - NUM_ADDED + len(self.added)
 
     def token_id(self, name: str) -> int:
         """The id of an added token."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tinker_local.backend.tiny_models.marks import GEMMA, GPT_OSS, LLAMA3, MISTRAL, QWEN, VOCAB_SIZE, Marks
+from tinker_local.backend.tiny_models.marks import GEMMA, GPT_OSS, LLAMA3, MISTRAL, QWEN, Marks
 from tinker_local.backend.tiny_models.shapes import TextShape
 
 TextFamilyName = Literal[
@@ -47,7 +47,7 @@ class TextFamily:
 def text_settings(shape: TextShape, marks: Marks) -> dict[str, Any]:
     """What the configs of all families have."""
     return {
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": marks.vocab_size,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": shape.num_layers,

@@ -32,12 +32,21 @@ def random_weight(name: str, shape: tuple[int, ...], seed: int, scale: float) ->
         return np.float32(_NORM_JITTER) * noise
     if len(shape) == 1:
         return 1 + np.float32(_NORM_JITTER) * noise
-    if "pos_embed" in name:
+    if "pos_embed" in name or "position_embedding_table" in name:
         return np.float32(_POSITION_STD) * noise
     fan_in = shape[-1] if ".experts." in name else math.prod(shape[1:])
     if "embed_tokens" in name or "lm_head" in name:
         scale = _LOGIT_STD
     return np.float32(scale / math.sqrt(fan_in)) * noise
+
+
+def _random_buffer(name: str, initial: npt.NDArray[np.float32], seed: int) -> npt.NDArray[np.float32]:
+    """Values of what a checkpoint has beside its parameters: scales near 1, and bounds of activations, infinite before,
+    which some of RMS 1 cross."""
+    jitter = random_weight(name.replace("bias", "offset"), initial.reshape(-1).shape, seed, 1.0).reshape(initial.shape)
+    if np.isinf(initial).all():
+        return np.asarray(np.copysign(2 * jitter, initial))
+    return np.asarray(initial + jitter - 1)
 
 
 def write_weights(
@@ -56,14 +65,15 @@ def write_weights(
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            scale = vision_scale if "visual" in name or "vision_tower" in name else text_scale
+            scale = vision_scale if "visual" in name or "vision" in name else text_scale
             value = torch.from_numpy(random_weight(name, tuple(parameter.shape), seed, scale))
             if name.endswith("norm.weight") and not parameter.any():  # Gemma's norms multiply by 1 + w
                 value -= 1
             parameter.copy_(value)
+        kept = model.state_dict()
         for name, buffer in model.named_buffers():
-            if name.endswith("bias"):  # which experts are chosen
-                buffer.copy_(torch.from_numpy(random_weight(name, tuple(buffer.shape), seed, text_scale)))
+            if name in kept:
+                buffer.copy_(torch.from_numpy(_random_buffer(name, buffer.numpy(), seed)))
     model.generation_config.bos_token_id = None if marks.bos is None else marks.token_id(marks.bos)
     model.generation_config.eos_token_id = [marks.token_id(name) for name in marks.stops]
     model.generation_config.pad_token_id = marks.token_id(marks.pad)

@@ -5,7 +5,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from tinker_local.backend.families import OTHER, family_of
+from tinker_local.backend.adapters.adapter import HEAD
+from tinker_local.backend.families import family_of
 from tinker_local.backend.vllm_engine.compat_vllm import class_of_model
 from tinker_local.backend.weights.joined_names import GATE_UP
 
@@ -58,7 +59,7 @@ def name_joined_modules(config: Any, _: int) -> None:
     """Name a module of a `VllmConfig`'s model by the one name that it has in transformers' class, too. vLLM's class of
     GLM 4 names the parts of `gate_up_proj`, which neither files nor adapters have."""
     model = config.model_config
-    if family_of(model.hf_config.model_type, model.model) is not OTHER:
+    if not family_of(model.hf_config.model_type, model.model).unwritten:
         return
     found = class_of_model(config)
     packed = getattr(found, "packed_modules_mapping", None)
@@ -68,11 +69,32 @@ def name_joined_modules(config: Any, _: int) -> None:
     found.packed_modules_mapping = {name: [name] if name in theirs else parts for name, parts in packed.items()}
 
 
+def adapt_heads_beside_language_models() -> None:
+    """Let adapters reach an LM head that is outside of what a class that sees calls its language model."""
+    from vllm.lora.model_manager import LoRAModelManager
+
+    original: Any = LoRAModelManager._get_punica_wrapper
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def wrapper_of(self: Any, module_name: str) -> Any:
+        found = original(self, module_name)
+        if found is None and module_name.rpartition(".")[2] == HEAD:
+            return self.punica_wrapper_mapping.get(self.mm_mapping.language_model[0])
+        return found
+
+    LoRAModelManager._get_punica_wrapper = wrapper_of
+
+
 def _last_names(path: str) -> set[str]:
-    """Of the modules of transformers' model of the config at `path`."""
+    """Of the modules of the decoder of transformers' model of the config at `path`."""
     from tinker_local.backend.training.model.load_model import config_of, without_values
 
-    return {name.rpartition(".")[2] for name, _ in without_values(config_of(path), OTHER).named_modules()}
+    config = config_of(path)
+    family = family_of(config.model_type, path)
+    decoder = without_values(config, family).get_submodule(family.decoder_path)
+    return {name.rpartition(".")[2] for name, _ in decoder.named_modules()}
 
 
 def name_stacked_modules(config: Any, _: int) -> None:

@@ -281,12 +281,14 @@ def query_scaling(model: str) -> dict[str, Any]:
     transformers does: vLLM 0.32 reads both numbers in Mistral's format alone."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model).get_text_config()
+    whole = AutoConfig.from_pretrained(model)
+    config = whole.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     beta, original = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
     if not beta or not original or getattr(config, "llama_4_scaling", None):
         return {}
-    return {"llama_4_scaling": {"beta": beta, "original_max_position_embeddings": original}}
+    scaling = {"llama_4_scaling": {"beta": beta, "original_max_position_embeddings": original}}
+    return scaling if config is whole else {"text_config": scaling}
 
 
 def window_of_cohere2(model: str) -> dict[str, Any]:

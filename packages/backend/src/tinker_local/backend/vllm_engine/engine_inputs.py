@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from tinker_local.backend.rendering.grammar import Grammar
-from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.rendering.rendered_input import RenderedImage, RenderedInput
 from tinker_local.backend.sampling.prompt_scores import PromptQuestions, check_sample_topk
 from tinker_local.backend.sampling.sampler import DrawnTokens, Penalties, SampleWork, token_budget
 from tinker_local.backend.vllm_engine.compat_vllm import SAMPLED_TEMPERATURE_MIN
@@ -38,9 +38,21 @@ def engine_prompt(prompt: RenderedInput) -> Any:
         mm_kwargs={"image": [image.vllm_item for image in images]},
         mm_hashes={"image": [image.content_hash for image in images]},
         mm_placeholders={
-            "image": [PlaceholderRange(offset=p.offset, length=p.image.num_tokens) for p in prompt.images]
+            "image": [
+                PlaceholderRange(offset=p.offset, length=p.image.num_tokens, is_embed=_holds_features(p.image))
+                for p in prompt.images
+            ]
         },
     )
+
+
+def _holds_features(image: RenderedImage) -> Any:
+    """As vLLM's `PlaceholderRange` takes it, a tensor; None if all positions of `image` do."""
+    if image.positions is None or image.positions.holds_features.all():
+        return None
+    import torch
+
+    return torch.from_numpy(image.positions.holds_features.copy())
 
 
 def with_own_features(prompt: Any, version: str) -> Any:

@@ -19,7 +19,7 @@ from tinker_local.backend.weights.layout import OWN, Layout
 from tinker_local.backend.weights.packed import CODES, ORDER, SCALES, ZEROS, is_packed
 from tinker_local.backend.weights.published import WEIGHTS, Published
 
-_DECODER = re.compile(r"^(?:language_model\.)?model\.(?:language_model\.)?layers\.")
+_DECODER = re.compile(r"^(?:language_model\.)?model\.(?:(?:language|text)_model\.)?layers\.")
 """Paths of vLLM's modules in a language model's layers, and not in those of a vision tower."""
 _PARTS = {joined.vllm: joined.parts for joined in JOINED}
 

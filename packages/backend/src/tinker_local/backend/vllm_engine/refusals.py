@@ -21,15 +21,15 @@ def check_runs(path: str, config: Any, family: Family) -> None:
     if why := family.unlike_vllm(config):
         raise UnsupportedError(f"{path}: {why}")
     sizes = _head_sizes(config.get_text_config())
-    if family is not OTHER and (sizes <= {*USUAL_HEADS} or not runs_on_cpu()):
+    if not family.unwritten and (sizes <= {*USUAL_HEADS} or not runs_on_cpu()):
         return
     import_vllm()
     if runs_on_cpu():
         _check_heads(path, sizes)
-    if family is OTHER:
-        _check_fields(path, config)
+    if family.unwritten:
+        _check_fields(path, config.get_text_config())
         for name in (config.architectures or ())[:1]:
-            _check_class(path, name, config)
+            _check_class(path, name, config, sees=family.vision is not None)
 
 
 def _head_sizes(text: Any) -> set[int]:
@@ -63,17 +63,20 @@ def _check_heads(path: str, found: set[int]) -> None:
         )
 
 
-def _check_class(path: str, name: str, config: Any) -> None:
+def _check_class(path: str, name: str, config: Any, *, sees: bool) -> None:
     """Whether vLLM's class for the architecture `name` takes adapters and all weights, or transformers' runs in
-    vLLM."""
+    vLLM. `sees`: it has to be vLLM's own, and to take images."""
     import transformers
-    from vllm.model_executor.models.interfaces import supports_lora
+    from vllm.model_executor.models.interfaces import supports_lora, supports_multimodal
     from vllm.model_executor.models.registry import ModelRegistry
 
     with process_state_kept():
         own = ModelRegistry.models[name].load_model_cls() if name in ModelRegistry.models else None
     if own is not None and not supports_lora(own):
         raise UnsupportedError(f"{path}: vLLM runs it as {own.__name__}, which takes no adapters")
+    if sees and (own is None or not supports_multimodal(own)):
+        has = f"no class {name}" if own is None else f"{own.__name__} for it, which takes no images"
+        raise UnsupportedError(f"{path}: vLLM has {has}")
     if own is not None:
         mapper = getattr(own, "hf_to_vllm_mapper", None)
         if not config.tie_word_embeddings and mapper and mapper.orig_to_new_prefix.get(HEAD, "") is None:

@@ -170,6 +170,19 @@ def _become(parameter: torch.Tensor, data: torch.Tensor) -> None:
     torch.utils.swap_tensors(parameter, other)
 
 
+def _make_tables(model: Any, device: torch.device) -> None:
+    """Make on `device` what modules made where they found their matrices without memory: Pixtral's tower its
+    frequencies. ValueError for a table that cannot be made again."""
+    for module in model.modules():
+        if vars(module).get("device") == torch.device("meta"):
+            module.device = device
+            for name, child in list(module.named_children()):
+                if any(buffer.is_meta for buffer in child.buffers()) and hasattr(child, "config"):
+                    setattr(module, name, type(child)(child.config).to(device))
+    if without := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+        raise ValueError(f"vLLM made {without[0]} where its matrices have no memory")
+
+
 class _Emptied(TorchDispatchMode):
     """Matrices of vLLM's model that have no memory yet (on torch's meta device), and the copies into them."""
 
@@ -237,6 +250,7 @@ class _Emptied(TorchDispatchMode):
             if id(parameter) in views:
                 _become(parameter, views[id(parameter)])
         self._copies, self._lent, self._storages = {}, {}, []
+        _make_tables(model, self.device)
         return sum({(view.data_ptr(), view.nbytes): view.nbytes for view in views.values()}.values())
 
     def _view(self, parameter: torch.Tensor) -> torch.Tensor | None:

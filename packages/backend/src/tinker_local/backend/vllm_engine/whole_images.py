@@ -27,10 +27,18 @@ def see_whole_images() -> None:
 
     @functools.wraps(original)
     def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **further: Any) -> Any:
+        step = common_attn_metadata if _without_windows_in_gemma4(self) else _cut_at_images(common_attn_metadata)
         # Older versions give both by name.
-        return original(self, common_prefix_len, _cut_at_images(common_attn_metadata), *args, **further)
+        return original(self, common_prefix_len, step, *args, **further)
 
     CPUAttentionMetadataBuilder.build = build
+
+
+def _without_windows_in_gemma4(builder: Any) -> bool:
+    """Whether `builder` is that of layers of Gemma 4 without a window, which read images as text, whatever the others
+    do."""
+    config = builder.vllm_config.model_config.hf_text_config
+    return bool(config.model_type == "gemma4_text" and builder.window_size == -1)
 
 
 def check_steps(config: Any, _: int) -> None:

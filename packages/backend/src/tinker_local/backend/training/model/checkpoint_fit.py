@@ -24,9 +24,11 @@ _CHUNK = 2**24
 _AGAIN = "give the config.json that was saved with these weights, or download the model again"
 
 
-def check_files(model: Any, folder: Path) -> None:
+def check_files(model: Any, folder: Path, text_tied: bool | None = None) -> None:
     """UnsupportedError in a sentence if the files of `folder` are not those of transformers' `model`, which is on
-    torch's meta device and is used up. Reads headers alone, and an LM head beside an embedding that it is tied to."""
+    torch's meta device and is used up. Reads headers alone, and an LM head beside an embedding that it is tied to.
+    `text_tied`: whether the embedding is the LM head by the config of the language model, where vLLM builds that one by
+    itself; None if it reads the whole config."""
     tensors = stored_tensors(folder)
     if (published := published_of(str(folder))) is not None:
         tensors = published.as_dense(tensors)
@@ -54,7 +56,7 @@ def check_files(model: Any, folder: Path) -> None:
     if published is not None:  # of biases `load_published` sees whether they are zeros
         unexpected = {name for name in unexpected if published.bias(name) is None}
     check_found(model, str(folder), missing, unexpected, info.mismatched_keys, tensors)
-    _check_tied(folder, bool(model.all_tied_weights_keys), tensors)
+    _check_tied(folder, bool(model.all_tied_weights_keys), tensors, text_tied)
 
 
 def check_found(
@@ -94,13 +96,15 @@ def _others(names: Collection[Any]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def _check_tied(folder: Path, tied: bool, tensors: Mapping[str, StoredTensor]) -> None:
+def _check_tied(folder: Path, tied: bool, tensors: Mapping[str, StoredTensor], text_tied: bool | None) -> None:
     """UnsupportedError if engines may read the LM head of the files in different ways. `tied`: whether it is the
-    embedding in transformers' model."""
+    embedding in transformers' model. `text_tied`: of `check_files`."""
     heads = [tensor for name, tensor in tensors.items() if f".{name}".endswith(".lm_head.weight")]
     embeddings = [tensor for name, tensor in tensors.items() if f".{name}".endswith(".embed_tokens.weight")]
     if len(heads) == len(embeddings) == 1 and _equal(heads[0], embeddings[0]):
         return
+    if text_tied is not None and text_tied != bool(heads):
+        return  # transformers takes the LM head that files have, whatever the flag
     config = json.loads((folder / "config.json").read_bytes())
     text = config.get("text_config") or {}
     flags = [part["tie_word_embeddings"] for part in (config, text) if "tie_word_embeddings" in part]

@@ -56,8 +56,8 @@ def packed_row(
 def own_gradients(part: Part, row: PackedRow, grad_embeds: torch.Tensor) -> ImageFeatures:
     """The gradients of the features of `part.own_images`, summed over the places of each image. `row`: after the
     backward, which gave `grad_embeds` [T, H]."""
-    first = sum(image.num_tokens for image in part.images)
-    count = sum(image.num_tokens for _, image in part.own_images)
+    first = sum(image.num_features for image in part.images)
+    count = sum(image.num_features for _, image in part.own_images)
     places = np.flatnonzero(part.feature_rows >= first)
     device = grad_embeds.device
     rows = to_device(part.feature_rows[places] - first, device)

@@ -115,8 +115,8 @@ def supported_family(config: Any, where: str) -> Family:
     family = family_of(config.model_type, where)
     if family is OTHER and config.get_text_config() is not config:
         raise UnsupportedError(f"{where}: {NO_FAMILY.format(config.model_type)}")
-    if family is OTHER:
-        _check_layers(config, where)
+    if family.unwritten:
+        _check_layers(config, family, where)
         _check_decoder(config, where)
     return family
 
@@ -135,12 +135,13 @@ def _check_decoder(config: Any, where: str) -> None:
         ) from error
 
 
-def _check_layers(config: Any, where: str) -> None:
-    """UnsupportedError if transformers has no language model for `config`, or one that `OTHER` does not describe:
-    without its decoder, layers or LM head, or with routed experts or convolutions."""
-    kind, path = config.model_type, OTHER.decoder_path
+def _check_layers(config: Any, family: Family, where: str) -> None:
+    """UnsupportedError if transformers has no language model for `config`, or one that `family`, of an architecture of
+    which nothing is written, does not describe: without its decoder, layers or LM head, or with routed experts or
+    convolutions."""
+    kind, path = config.model_type, family.decoder_path
     try:
-        model = without_values(config, OTHER)
+        model = without_values(config, family)
     except ValueError as error:
         first = str(error).partition("\n")[0]
         raise UnsupportedError(
@@ -165,13 +166,14 @@ def _check_layers(config: Any, where: str) -> None:
             f"{where}: model_type {kind!r} is not supported: its config has no max_position_embeddings, the longest "
             "sequence that it takes"
         )
-    for name, module in model.named_modules():
+    decoder = model.get_submodule(path)
+    for name, module in decoder.named_modules(prefix=path):
         if isinstance(module, torch.nn.Conv1d):
             raise UnsupportedError(
                 f"{where}: model_type {kind!r} is not supported: {name} is a convolution along the sequence, and the "
                 "trainer computes several sequences in one row"
             )
-    for name, parameter in model.named_parameters():
+    for name, parameter in decoder.named_parameters(prefix=path):
         owner = model.get_submodule(name.rpartition(".")[0])
         if parameter.dim() == 3 and not isinstance(owner, torch.nn.Conv1d):
             known = ", ".join(each for each, family in sorted(FAMILIES.items()) if family.lora.experts)
@@ -180,7 +182,7 @@ def _check_layers(config: Any, where: str) -> None:
                 f"experts, which adapters do not train in this architecture; mixtures of experts are served with "
                 f"model_type {known}"
             )
-    if hasattr(model.get_submodule(path), "embed_tokens_per_layer"):
+    if hasattr(decoder, "embed_tokens_per_layer"):
         raise UnsupportedError(
             f"{where}: model_type {kind!r} is not supported: its layers read embeddings of tokens beside "
             f"{path}.embed_tokens, where the trainer begins"
@@ -196,7 +198,10 @@ def check_weights(path: str, config: Any, family: Family) -> None:
         model = without_values(config, family)
     except Exception as error:  # of any type: its fields are not checked before
         raise UnsupportedError(f"{path}: {_not_a_model(error)}") from error
-    check_files(model, folder)
+    by_text = family.unwritten and family.vision is not None
+    check_files(
+        model, folder, bool(getattr(config.get_text_config(), "tie_word_embeddings", False)) if by_text else None
+    )
 
 
 def config_of(path: str) -> Any:
@@ -254,6 +259,11 @@ def load_model(settings: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> Lo
         raise UnsupportedError(f"{error}; {family.quantized}") from error
     if (published is not None) != (settings.weights == WEIGHTS):
         raise ValueError(f"{path}: its weights are {'' if published else 'not '}published in fewer bits")
+    if settings.shards > 1 and family.vision is not None and family.vision.found:
+        raise UnsupportedError(
+            f"{path}: a model that reads images and has no family here is compared with transformers' whole forward, "
+            f"and cannot be divided over {settings.shards} ranks"
+        )
     make = maker_of(settings.weights, shards=settings.shards, experts=family.lora.experts is not None)
     if settings.head_weights != DENSE and settings.shards > 1:
         raise UnsupportedError(
@@ -268,7 +278,7 @@ def load_model(settings: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> Lo
     own = text_config.max_position_embeddings
     max_positions = min(settings.max_context_length or own, own)
     _fix_frequencies(model.get_submodule(family.decoder_path), max_positions)
-    if family.vision is not None and not family.vision.whole_images:
+    if family.vision is not None and not family.vision.whole_images and not family.vision.found:
         use_packed_attention(model.get_submodule(family.vision.tower))
     kernels = kernels_for(place, chosen)
     with stage("decoder compared"):

@@ -34,7 +34,7 @@ class VisionTower:
 
     def __init__(self, model: Any, vision: Vision) -> None:
         self._model, self._vision = model, vision
-        self._tower = tower = model.get_submodule(vision.tower)
+        self._tower = tower = model.get_submodule(vision.tower) if vision.tower else torch.nn.Module()
         self._by_module = {} if vision.frozen else tower_targets(tower, vision.tower)
         self._matrices = {linear: dense([linear]) for linear in self._by_module}
         self.targets = list(self._by_module.values())
@@ -42,7 +42,7 @@ class VisionTower:
         self._run: _Run | None = None
         self.images_encoded = 0
         for module in tower.modules():
-            if isinstance(module, torch.nn.Conv3d):
+            if isinstance(module, torch.nn.Conv3d) and not vision.found:
                 assert (module.stride, module.padding, module.groups) == (module.kernel_size, (0, 0, 0), 1)
                 module.forward = functools.partial(_whole_patches, module)
         for linear in self._by_module:

@@ -35,7 +35,7 @@ class ImageFeatureCache:
 
 def _by_image(features: ImageFeatures, images: Sequence[RenderedImage]) -> dict[str, ImageFeatures]:
     """Each image's features, copied so that dropping one frees its memory."""
-    sizes = [image.num_tokens for image in images]
+    sizes = [image.num_features for image in images]
     levels = [[part.clone() for part in level.split(sizes)] for level in (features.embeds, *features.deepstack)]
     return {
         image.content_hash: ImageFeatures(embeds, tuple(deepstack))

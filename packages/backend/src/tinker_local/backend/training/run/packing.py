@@ -232,7 +232,9 @@ def pack(items: Sequence[Item], vocab_size: int, towers: Collection[str | None] 
         target_starts=[int(start) for start in np.cumsum([0, *(target.size for target in targets)])],
         images=images,
         own_images=own_images,
-        image_rows=np.concatenate([np.empty(0, np.int64), *(np.arange(*each) for each in bounds)]),
+        image_rows=np.concatenate(
+            [np.empty(0, np.int64), *(start + image.feature_places for _, start, image in placements)]
+        ),
         feature_rows=feature_rows,
         image_bounds=bounds,
     )
@@ -265,7 +267,7 @@ def part_of(packed: Packed, ranks: RowRanks) -> Part:
     here = slice(*np.searchsorted(packed.image_rows, (start, stop)))
     # The features of those images alone that have a position here.
     all_images = [*packed.images, *(image for _, image in packed.own_images)]
-    sizes = np.array([image.num_tokens for image in all_images], np.int64)
+    sizes = np.array([image.num_features for image in all_images], np.int64)
     ends, rows = np.cumsum(sizes), packed.feature_rows[here]
     image_of = np.searchsorted(ends, rows, side="right")
     used = np.zeros(len(sizes), np.bool_)
@@ -319,9 +321,9 @@ def _features(
     """Each image once (by content), those of `towers` by adapter, and the feature rows of all placements in order."""
     distinct = {key: image for key, _, image in placements}
     ordered = sorted(distinct, key=lambda key: key[0] is not None)  # stable
-    ends = np.cumsum([distinct[key].num_tokens for key in ordered])
-    first_row = {key: int(end) - distinct[key].num_tokens for key, end in zip(ordered, ends, strict=True)}
-    parts = [first_row[key] + np.arange(image.num_tokens) for key, _, image in placements]
+    ends = np.cumsum([distinct[key].num_features for key in ordered])
+    first_row = {key: int(end) - distinct[key].num_features for key, end in zip(ordered, ends, strict=True)}
+    parts = [first_row[key] + np.arange(image.num_features) for key, _, image in placements]
     return (
         [distinct[own, image] for own, image in ordered if own is None],
         [(own, distinct[own, image]) for own, image in ordered if own is not None],

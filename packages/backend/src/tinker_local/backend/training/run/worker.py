@@ -24,6 +24,7 @@ import torch
 from tinker_local.backend.adapters.adapter import WEIGHTS_VECTOR, AdapterDType, AdapterLayout, AdapterState
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.spare_memory import cached_bytes, leave_spare_memory, take_all_memory_again
+from tinker_local.backend.stages import stage
 from tinker_local.backend.training.kernels import delta_rule, flash_attention
 from tinker_local.backend.training.lora import lora
 from tinker_local.backend.training.lora.lora import Adapter, TensorSpec
@@ -41,6 +42,7 @@ from tinker_local.backend.training.run import nudging
 from tinker_local.backend.training.run.micro_batch import MicroBatchRunner
 from tinker_local.backend.training.run.packing import Item
 from tinker_local.backend.training.run.passes import Passes, release_unused_memory
+from tinker_local.backend.training.run.picture_check import check_pictures
 from tinker_local.backend.training.run.tally import Tally
 from tinker_local.backend.training.run.token_budget import TokenBudget
 from tinker_local.backend.training.run.transfer import to_host
@@ -101,6 +103,13 @@ class HFTrainer:
             row_ranks,
             share=config.share_prefixes,
         )
+        self._too_small = 0
+        if loaded.family.vision is not None and loaded.family.vision.found:
+            with stage("pictures compared"):
+                compared = check_pictures(loaded, self.logprobs, config.model)
+            self._too_small = compared.too_small
+            kind = type(loaded.model).__name__
+            self.trains += f"; images by transformers' {kind}, {loaded.family.vision.found}, {compared}"
 
     @property
     def images_encoded(self) -> int:
@@ -378,6 +387,26 @@ class HFTrainer:
             )
         if input.images and self._loaded.family.vision is None:
             raise InvalidRequestError(f"{where}: holds images, but {self.name} reads text only")
+        self._check_images(input, where)
+
+    def _check_images(self, input: RenderedInput, where: str) -> None:
+        """InvalidRequestError for images that transformers' class of a model without a family does not compute."""
+        vision = self._loaded.family.vision
+        if vision is None or not vision.found:
+            return
+        holds = input.holds_features
+        for placed in input.images:
+            at = placed.offset + int(placed.image.feature_places[0])
+            if not vision.touching and at and holds[at - 1]:
+                raise InvalidRequestError(
+                    f"{where}: the image at position {placed.offset} follows another one without a token between them, "
+                    f"and transformers' {type(self._loaded.model).__name__} cannot tell them apart"
+                )
+            if placed.image.num_features <= self._too_small:
+                raise InvalidRequestError(
+                    f"{where}: the image at position {placed.offset} takes {placed.image.num_features} positions, and "
+                    f"transformers' {type(self._loaded.model).__name__} computes none below {self._too_small + 1}"
+                )
 
     def _layout(self, config: LoraConfig) -> tuple[TensorSpec, ...]:
         if not 1 <= config.rank <= self.max_rank:

@@ -1,0 +1,161 @@
+"""Models that see and have no family here, whole: a real server, the SDK, OpenAI's client, and their exports."""
+
+import base64
+import io
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import tinker
+from PIL import Image
+from tinker_local.backend.exporting import export_checkpoint
+from tinker_local.backend.families import family_of
+from tinker_local.backend.rendering.rendered_input import TrainerImage
+from tinker_local.backend.tiny_models.seeing_models import make_tiny_seeing_model
+from tinker_local.types import EncodedTextChunk, ImageChunk, LoraConfig, ModelInput
+from transformers import AutoConfig, AutoProcessor
+
+from tests.conftest import Server, start_server
+from tests.e2e.conftest import SdkDriver
+from tests.e2e.test_agreement import difference, sampler_logprobs, tokens, train, trainer_logprobs
+
+pytestmark = [pytest.mark.more, pytest.mark.rotated(3)]
+
+SERVED = (
+    *("llava", "llava_next", "internvl", "internvl3_5", "mistral3", "ministral3", "pixtral", "idefics3"),
+    *("qwen2_vl", "glm4v", "glm_ocr", "exaone4_5"),
+    *(("smolvlm",) if find_spec("num2words") else ()),  # which its processor needs
+)
+"""Architectures."""
+
+SIZES = ((224, 224), (260, 60), (50, 200), (30, 40))
+"""Width and height of pictures in pixels."""
+
+
+def png(width: int, height: int, seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_seeing_model(tmp_path_factory.mktemp("seeing") / request.param, request.param)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = ("--model", f"tiny/sees={folder}", "--dtype", "float32", "--max-rank", "8")
+    one = start_server(tmp_path_factory.mktemp("data"), *options)
+    yield one
+    assert one.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def sdk(server: Server) -> SdkDriver:
+    return SdkDriver(server.url)
+
+
+@pytest.fixture(scope="module")
+def read(folder: Path) -> list[tuple[ImageChunk, TrainerImage]]:
+    """Pictures, and as the model's own processor reads each."""
+    config = AutoConfig.from_pretrained(folder)
+    vision = family_of(config.model_type, str(folder)).vision
+    assert vision is not None
+    processor = vision.processor(str(folder), config)
+    found = []
+    for seed, size in enumerate(SIZES):
+        data = png(*size, seed)
+        found.append((ImageChunk(data=data, format="png"), processor.process(Image.open(io.BytesIO(data)))))
+    return found
+
+
+@pytest.fixture(scope="module")
+def inputs(read: Sequence[tuple[ImageChunk, TrainerImage]]) -> list[tuple[ModelInput, np.ndarray]]:
+    """A picture of each shape between texts, one at the start, two pictures, and text; with -1 at their positions."""
+    found = []
+    for seed, order in enumerate([*([-1, at, -1] for at, _ in enumerate(read)), [0, -1], [-1, 1, -1, 2, -1], [-1]]):
+        chunks: list[Any] = []
+        ids: list[int] = []
+        for place, at in enumerate(order):
+            if at < 0:
+                chunks.append(EncodedTextChunk(tokens=tokens(10 * seed + place, 5 + seed)))
+                ids += [*chunks[-1].tokens]
+            else:
+                chunks.append(read[at][0])
+                ids += [-1] * read[at][1].num_tokens
+        found.append((ModelInput(chunks=tuple(chunks)), np.array(ids)))
+    return found
+
+
+def test_trainer_and_sampler_agree_before_and_after_training(
+    sdk: SdkDriver, server: Server, inputs: list[tuple[ModelInput, np.ndarray]], tmp_path: Path
+) -> None:
+    """And the checkpoint resumes, and is exported for PEFT and merged, which are compared with the trainer."""
+    client = sdk.create("tiny/sees", LoraConfig(rank=4, seed=4))
+    base = sampler_logprobs(sdk.base_sampler("tiny/sees"), inputs)
+    assert difference(trainer_logprobs(client, inputs), base) < 1e-4
+    train(client, inputs, 3)
+    trained = trainer_logprobs(client, inputs)
+    assert difference(trained, base) > 0.2
+    assert difference(trained, sampler_logprobs(client.save_weights_and_get_sampling_client(), inputs)) < 1e-4
+    state = client.save_state("seen").result().path
+    resumed = sdk.resume(state, optimizer=True)
+    assert difference(trained, trainer_logprobs(resumed, inputs)) == 0
+    for to in ("peft", "merged"):
+        exported = export_checkpoint(state, tmp_path / to, to=to, data_dir=server.data_dir)  # type: ignore[arg-type]
+        assert exported.checked is not None
+        assert exported.checked.agrees
+        assert exported.checked.images == 1
+
+
+def test_a_picture_in_a_chat_is_read_as_by_the_models_own_processor(
+    sdk: SdkDriver, server: Server, folder: Path, read: Sequence[tuple[ImageChunk, TrainerImage]]
+) -> None:
+    """The answer is greedy after the ids that the processor makes of the template's text and the picture."""
+    chunk, image = read[1]
+    url = f"data:image/png;base64,{base64.b64encode(chunk.data).decode()}"
+    parts: Any = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="tml-any", max_retries=0) as client:
+        said = client.chat.completions.create(
+            model="tiny/sees", messages=[{"role": "user", "content": parts}], max_tokens=8, temperature=0
+        )
+    processor: Any = AutoProcessor.from_pretrained(folder)
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}]
+    text = processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    picture = Image.open(io.BytesIO(chunk.data))
+    ids = processor(text=text, images=[picture], return_tensors="np", add_special_tokens=False)["input_ids"][0]
+    assert image.positions is not None
+    own = image.positions.ids
+    at = next(at for at in range(len(ids)) if np.array_equal(ids[at : at + len(own)], own))
+    prompt = tinker.ModelInput(
+        chunks=[
+            *([tinker.EncodedTextChunk(tokens=ids[:at].tolist())] if at else []),
+            tinker.types.ImageChunk(data=chunk.data, format="png"),
+            tinker.EncodedTextChunk(tokens=ids[at + len(own) :].tolist()),
+        ]
+    )
+    sampler = sdk.base_sampler("tiny/sees")
+    params = tinker.SamplingParams(max_tokens=8, temperature=0.0)
+    same = sampler.sample(prompt, 1, params).result().sequences[0]
+    assert said.usage is not None
+    assert said.usage.prompt_tokens == len(ids)
+    assert said.choices[0].message.content == processor.tokenizer.decode(same.tokens, skip_special_tokens=True)
+
+
+def test_a_count_of_positions_that_differs_is_refused_with_both(
+    sdk: SdkDriver, read: Sequence[tuple[ImageChunk, TrainerImage]]
+) -> None:
+    chunk, image = read[0]
+    wrong = tinker.types.ImageChunk(data=chunk.data, format="png", expected_tokens=image.num_tokens + 1)
+    prompt = tinker.ModelInput(chunks=[tinker.EncodedTextChunk(tokens=[5]), wrong])
+    count = image.num_tokens
+    with pytest.raises(
+        tinker.RequestFailedError, match=f"takes {count} tokens in vLLM and {count} in the HF processor"
+    ):
+        sdk.base_sampler("tiny/sees").compute_logprobs(prompt).result()
