@@ -141,6 +141,7 @@ def test_gradients_of_adapters_on_rows_with_pictures_are_transformers(architectu
     state = with_random_b(trainer.capture("fresh", optimizer=False))
     data = [
         datum(rendered(folder, [*range(30, 41)], (120, 60), [*range(50, 67)])),
+        datum(rendered(folder, [*range(30, 41)], (120, 60), [*range(50, 60), 20, 21])),  # begins alike, picture and all
         datum(rendered(folder, [*range(70, 80)])),
         datum(rendered(folder, (60, 100), [30, 41, 52], (64, 64), [*range(90, 99)])),
     ]
