@@ -128,7 +128,7 @@ def test_configs_tokenizers_and_processors_that_are_absent_or_wrong_are_named(fo
     given = json.loads(config.read_text())
     for text, words in (
         (json.dumps({**given, "model_type": "nemotron_h"}), "model_type 'nemotron_h' is not supported: "),
-        (json.dumps({**given, "model_type": "unknown", "vision_config": {}}), "has a part for images or sound"),
+        (json.dumps({**given, "model_type": "unknown", "vision_config": {}}), "without which images cannot be read"),
         (json.dumps({**given, "quantization_config": {"bits": 4}}), "quantized weights of quant_method '' cannot"),
         ("[]", "holds no JSON object"),
         ("{", "Expecting property name"),
