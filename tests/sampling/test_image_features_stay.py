@@ -2,9 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from tinker_local.backend.sampling.sampler import SampleWork
+from tinker_local.backend.vllm_engine import patches
+from tinker_local.backend.vllm_engine.patches import EngineEvents
 from tinker_local.types import SamplingParams
 
 
@@ -38,3 +42,12 @@ async def test_start_of_an_engine_counts_no_image(vl: Any, text: Any, noise: Cal
     assert sampler.images_encoded == 4
     await sampler.close()
     thread.stop()
+
+
+def test_images_of_a_model_without_a_family_are_counted_on_a_fake() -> None:
+    """Whatever its tower is called: a fake of vLLM's model gives a tensor for each image."""
+    counts: list[int] = []
+    model = SimpleNamespace(embed_multimodal=lambda **given: [torch.zeros(4, 8) for _ in given["pixel_values"]])
+    patches._report_embeddings(model, EngineEvents(images_encoded=counts.append))
+    assert len(model.embed_multimodal(pixel_values=[0, 1, 2])) == 3
+    assert counts == [3]

@@ -807,8 +807,11 @@ PATCHES = (
         "runs of the vision tower are counted",
         "vLLM counts hits of its caches, but not what it encodes",
         "0.26 to 0.32",
-        (),
-        ("sampling/test_image_features_stay.py::test_start_of_an_engine_counts_no_image",),
+        ("embed_multimodal",),
+        (
+            "sampling/test_image_features_stay.py::test_start_of_an_engine_counts_no_image",
+            "sampling/test_image_features_stay.py::test_images_of_a_model_without_a_family_are_counted_on_a_fake",
+        ),
         to_engine=_report_images,
     ),
     Patch(
@@ -864,8 +867,11 @@ PATCHES = (
         "a model reads the matrices of a trainer in this process",
         "each engine would have a copy of the frozen weights",
         "0.26 to 0.32",
-        ("load_weights",),
-        ("sampling/test_shared_weights.py::test_vllm_reads_the_trainers_matrices",),
+        ("load_weights", "device"),
+        (
+            "sampling/test_shared_weights.py::test_vllm_reads_the_trainers_matrices",
+            "families/test_models_found_to_see.py::test_a_packed_base_is_one_copy_for_both_engines",
+        ),
         hook="register_model_loader, which is public; that a model's load_weights copies row by row is not promised",
         used_in=("shared_weights.py",),
     ),
