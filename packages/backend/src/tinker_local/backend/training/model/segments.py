@@ -85,10 +85,14 @@ class Bounds:
     @classmethod
     def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> "Bounds":
         """Of segments of these lengths."""
-        starts, key_starts = (
-            to_device(np.array([0, *itertools.accumulate(each)], np.int32), device) for each in (queries, keys)
-        )
+        starts = key_starts = _starts(queries, device)
+        if keys is not queries:
+            key_starts = _starts(keys, device)
         return cls(starts, key_starts, max(queries), max(keys))
+
+
+def _starts(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return to_device(np.array([0, *itertools.accumulate(lengths)], np.int32), device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

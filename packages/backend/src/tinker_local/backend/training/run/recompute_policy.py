@@ -26,8 +26,8 @@ RecomputePolicy = Sequence[Keep]
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """Bytes that one layer keeps in addition to its input: with `Keep.LEAN`, and what `Keep.ALL` adds. `attended`: of
-    `lean`, with `Keep.ATTENDED`; 0 if what that saves per byte is no more than what the rest of `lean` saves."""
+    """Bytes that one layer keeps in addition to its input: with `Keep.LEAN`, and what `Keep.ALL` adds. `attended`: the
+    part of `lean` that `Keep.ATTENDED` keeps; 0 unless a byte of it saves more work than a byte of the rest."""
 
     lean: int
     large: int
