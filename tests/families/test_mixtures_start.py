@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
-from tinker_local.backend.cli.check_command import check_model
-from tinker_local.backend.models import load_engines
 from tinker_local.backend.tiny_models import make_tiny_text_model
 from tinker_local.backend.tiny_models.text_families import TEXT_FAMILIES, TextFamilyName
-from tinker_local.types import UnsupportedError
+
+from tests.families.starts import check_refused, started
 
 pytestmark = pytest.mark.more
 
@@ -33,16 +31,6 @@ TRAINS: dict[str, str] = {
 """What the start says of each."""
 
 
-async def started(folder: Path, data_dir: Path) -> list[str]:
-    """What a server of the model says until it is ready."""
-    said: list[str] = []
-    options = BackendOptions(
-        data_dir=data_dir, dtype="float32", kv_cache_bytes=2**26, max_rank=8, trainer="inline", sampler="inline"
-    )
-    async with InProcessBackend([ModelSource("tiny/experts", str(folder))], options, progress=said.append):
-        return said
-
-
 def altered(
     folder: Path, family: TextFamilyName, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, tied: bool = False
 ) -> Path:
@@ -56,7 +44,7 @@ def altered(
 @pytest.mark.parametrize("family", TRAINS)
 def test_a_mixture_of_experts_starts_and_says_what_adapters_reach(family: Any, tmp_path: Path) -> None:
     said = asyncio.run(started(make_tiny_text_model(tmp_path / "model", family=family), tmp_path / "data"))
-    (trains,) = (line for line in said if line.startswith("tiny/experts: trained by "))
+    (trains,) = (line for line in said if line.startswith("tiny/other: trained by "))
     assert trains.partition("trained by ")[2].startswith(TRAINS[family])
     agreed = re.search(r"agree to (\S+) nats", said[-1])
     assert agreed is not None
@@ -111,14 +99,4 @@ def test_check_and_serve_refuse_what_vllm_computes_otherwise_before_an_engine_st
 ) -> None:
     family, fields, why = REFUSED[case]
     folder = altered(tmp_path / "model", family, fields, monkeypatch, tied=case.endswith("-tied"))
-    (told,) = [
-        finding.text
-        for finding in check_model(ModelSource("m", str(folder)), BackendOptions(), whole=True)
-        if finding.level == "problem"
-    ]
-    monkeypatch.setattr(load_engines, "load_both", lambda *_, **__: pytest.fail("an engine starts"))
-    with pytest.raises(UnsupportedError) as no:
-        asyncio.run(started(folder, tmp_path / "data"))
-    assert str(no.value) == told
-    assert why in told
-    assert "\n" not in told
+    check_refused(folder, tmp_path / "data", why, monkeypatch)

@@ -17,7 +17,6 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.adapters.adapter_files import write_adapter
-from tinker_local.backend.cli.check_command import check_model
 from tinker_local.backend.cli.models_command import models
 from tinker_local.backend.families import FAMILIES, OTHER, family_of
 from tinker_local.backend.families.line_up import NOT_SERVED, OTHERS
@@ -34,6 +33,7 @@ from tinker_local.backend.vllm_engine import adapter_targets
 from tinker_local.backend.vllm_engine.refusals import check_runs
 from tinker_local.types import AdamParams, LoraConfig, UnsupportedError
 
+from tests.families.starts import check_refused, started
 from tests.float64 import Exact
 
 pytestmark = pytest.mark.more
@@ -120,16 +120,6 @@ def data(seed: int) -> list[TrainDatum]:
         TrainDatum(RenderedInput(ids[:-1]), ids[1:].astype(np.int64), {"weights": np.ones(len(ids) - 1, np.float32)})
         for ids in tokens
     ]
-
-
-async def started(folder: Path, data_dir: Path) -> list[str]:
-    """What a server of the model says until it is ready."""
-    said: list[str] = []
-    options = BackendOptions(
-        data_dir=data_dir, dtype="float32", kv_cache_bytes=2**26, max_rank=8, trainer="inline", sampler="inline"
-    )
-    async with InProcessBackend([ModelSource("tiny/other", str(folder))], options, progress=said.append):
-        return said
 
 
 @pytest.mark.parametrize("model_type", ["phi3", "granite"])
@@ -270,17 +260,7 @@ def test_check_and_serve_refuse_a_model_in_the_same_sentence_before_an_engine_st
     own, why = REFUSED[model_type]
     monkeypatch.setitem(OWN, model_type, own)
     folder = tiny(model_type, tmp_path / "model")
-    (told,) = [
-        finding.text
-        for finding in check_model(ModelSource("m", str(folder)), BackendOptions(), whole=True)
-        if finding.level == "problem"
-    ]
-    monkeypatch.setattr(load_engines, "load_both", lambda *_, **__: pytest.fail("an engine starts"))
-    with pytest.raises(UnsupportedError) as no:
-        asyncio.run(started(folder, tmp_path / "data"))
-    assert str(no.value) == told
-    assert why in told
-    assert "\n" not in told
+    check_refused(folder, tmp_path / "data", why, monkeypatch)
 
 
 def test_the_second_of_two_models_is_refused_before_the_first_starts(
