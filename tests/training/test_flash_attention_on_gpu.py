@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,13 @@ from tests.training.attention_reference import reference
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _float32_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
 RAGGED = (1, 2, 7, 64, 65, 127, 128, 129, 300, 511, 1, 1030)
 WINDOW, CAP = 100, 3.0
 KINDS = ("plain", "window", "softcap", "sinks", "softcap and window", "sinks and window")
@@ -77,12 +85,9 @@ def row(heads: int, kv_heads: int, size: int, total: int, dtype: torch.dtype) ->
     return [query.contiguous(), key.contiguous(), value, grad.contiguous()]
 
 
-def check(
-    given: list[torch.Tensor], found: Any, segments: Segments, rule: AttentionRule, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def check(given: list[torch.Tensor], found: Any, segments: Segments, rule: AttentionRule) -> None:
     """The whole is at most twice as wrong as rounding makes it, and each segment at most four times. A position that
     sees itself alone has exact gradients of zero, hence the noise."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     query, key, value, grad = given
     exact = reference(query, key, value, grad, segments, rule)
     rounded = reference(query, key, value, grad, segments, rule, query.dtype)
@@ -99,42 +104,33 @@ def check(
             assert error <= 4 * bound + 1e-4 * wanted[part].numel() ** 0.5, (name, start, length, error, bound)
 
 
-def through(
-    which: FlashKernel,
-    given: list[torch.Tensor],
-    segments: Segments,
-    rule: AttentionRule,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Any:
+def through(which: FlashKernel, given: list[torch.Tensor], segments: Segments, rule: AttentionRule) -> Any:
     """What `attend` and `attend_backward` do with a kernel."""
-    monkeypatch.setattr(flash_attention, "kernel_for", lambda *_, **__: which)
     query, key, value, grad = given
-    output, logsumexp = attend(query, key, value, segments, rule)
+    with mock.patch.object(flash_attention, "kernel_for", return_value=which):
+        output, logsumexp = attend(query, key, value, segments, rule)
+        grads = attend_backward(grad, query, key, value, output, logsumexp, segments, rule)
     assert logsumexp is not None
     assert logsumexp.shape == (query.shape[1], query.shape[0])
     assert logsumexp.dtype == torch.float32
-    return output, *attend_backward(grad, query, key, value, output, logsumexp, segments, rule)
+    return output, *grads
 
 
 @pytest.mark.parametrize("name", ["FlashAttention 2", "FlashAttention 4"])
 @pytest.mark.parametrize(("shape", "kind"), [(shape, kind) for shape in SHAPES for kind in FEW.get(shape, KINDS)])
-def test_fused_attention_of_packed_rows_equals_float32(
-    shape: str, kind: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fused_attention_of_packed_rows_equals_float32(shape: str, kind: str, name: str) -> None:
     which, rule = kernel(name), rule_of(kind, SHAPES[shape][0], SHAPES[shape][2])
     if not which.computes(SHAPES[shape][2], rule):
         pytest.skip(f"{name} does not compute this")
     segments = Segments(RAGGED, CUDA)
     given = row(*SHAPES[shape], sum(RAGGED), torch.bfloat16)
-    check(given, through(which, given, segments, rule, monkeypatch), segments, rule, monkeypatch)
+    check(given, through(which, given, segments, rule), segments, rule)
 
 
 @pytest.mark.parametrize("name", ["FlashAttention 2", "FlashAttention 4"])
 @pytest.mark.parametrize("kind", ["plain", "window", "softcap", "sinks and window"])
 @pytest.mark.parametrize("size", [64, 128, 256])
-def test_sequences_that_share_their_beginning_attend_to_it_in_fused_kernels(
-    size: int, kind: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sequences_that_share_their_beginning_attend_to_it_in_fused_kernels(size: int, kind: str, name: str) -> None:
     """A group, a fork of a fork, and one alone: fewer queries than keys, also in the middle of blocks of a kernel."""
     which, rule = kernel(name), rule_of(kind, 8, size)
     if not which.computes(size, rule):
@@ -142,7 +138,7 @@ def test_sequences_that_share_their_beginning_attend_to_it_in_fused_kernels(
     parents = (NO_PARENT, 0, 0, 0, 3, 3, NO_PARENT)
     segments = Segments((300, 64, 1, 130, 70, 257, 90), CUDA, parents=parents)
     given = row(8, 2, size, sum(segments.lengths), torch.bfloat16)
-    check(given, through(which, given, segments, rule, monkeypatch), segments, rule, monkeypatch)
+    check(given, through(which, given, segments, rule), segments, rule)
 
 
 @pytest.mark.parametrize("name", ["FlashAttention 2", "FlashAttention 4"])
@@ -159,18 +155,18 @@ def test_sequences_that_share_their_beginning_attend_to_it_in_fused_kernels(
     ids=str,
 )
 def test_fused_attention_equals_float32_at_any_length(
-    lengths: tuple[int, ...], size: int, kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+    lengths: tuple[int, ...], size: int, kind: str, name: str
 ) -> None:
     which, segments, rule = kernel(name), Segments(lengths, CUDA), rule_of(kind, 4, size)
     given = row(4, 2, size, sum(lengths), torch.bfloat16)
-    check(given, through(which, given, segments, rule, monkeypatch), segments, rule, monkeypatch)
+    check(given, through(which, given, segments, rule), segments, rule)
 
 
 @pytest.mark.parametrize("name", ["FlashAttention 2", "FlashAttention 4"])
-def test_fused_attention_takes_float16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_attention_takes_float16(name: str) -> None:
     segments, rule = Segments(RAGGED, CUDA), rule_of("window", 8, 128)
     given = row(8, 2, 128, sum(RAGGED), torch.float16)
-    check(given, through(kernel(name), given, segments, rule, monkeypatch), segments, rule, monkeypatch)
+    check(given, through(kernel(name), given, segments, rule), segments, rule)
 
 
 def test_the_table_chooses_and_what_it_chooses_equals_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,11 +190,11 @@ def test_the_table_chooses_and_what_it_chooses_equals_float32(monkeypatch: pytes
             query, key, value, grad = given = row(4, 2, size, sum(lengths), torch.bfloat16)
             output, logsumexp = attend(query, key, value, segments, rule)
             grads = attend_backward(grad, query, key, value, output, logsumexp, segments, rule)
-            check(given, (output, *grads), segments, rule, monkeypatch)
+            check(given, (output, *grads), segments, rule)
     assert len(seen) == sum(len(line.sizes) for line in lines)
 
 
-def test_flash_attention_4_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_4_never_waits_for_the_device() -> None:
     """After a first call, which compiles. Bounds go to the device once for all layers."""
     which = kernel("FlashAttention 4")
     for kind in ("plain", "sinks and window", "softcap"):
@@ -208,25 +204,25 @@ def test_flash_attention_4_never_waits_for_the_device(monkeypatch: pytest.Monkey
         for mode in ("default", "error"):
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                through(which, given, segments, rule, monkeypatch)
+                through(which, given, segments, rule)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
-def test_a_deterministic_step_has_the_same_bits_each_time(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deterministic_step_has_the_same_bits_each_time(size: int) -> None:
     which, segments, rule = kernel("FlashAttention 4"), Segments(RAGGED, CUDA), rule_of("window", 8, size)
     given = row(8, 2, size, sum(RAGGED), torch.bfloat16)
     torch.use_deterministic_algorithms(True)
     try:
-        first, second = (through(which, given, segments, rule, monkeypatch) for _ in range(2))
+        first, second = (through(which, given, segments, rule) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
 
 
-def test_lengths_of_rows_compile_no_kernels_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_of_rows_compile_no_kernels_again() -> None:
     """Rows of one, of short and of long segments, with and without a window that hides nothing, share their kernels."""
     which = kernel("FlashAttention 4")
     assert isinstance(which, FlashAttention4)
@@ -235,7 +231,7 @@ def test_lengths_of_rows_compile_no_kernels_again(monkeypatch: pytest.MonkeyPatc
     for lengths in ((700, 1300), (1,), (3, 60), (5, 5, 5, 90)):
         for window in (None, 5000):
             segments, rule = Segments(lengths, CUDA), AttentionRule(0.1, window=window)
-            through(which, row(8, 2, 128, sum(lengths), torch.bfloat16), segments, rule, monkeypatch)
+            through(which, row(8, 2, 128, sum(lengths), torch.bfloat16), segments, rule)
             sizes.append([len(cache.cache) for cache in caches])
     assert sizes == [sizes[0]] * len(sizes)
 
