@@ -21,6 +21,8 @@ SHAPES: dict[str, tuple[TextShape, VisionShape | None]] = {
     "8b-vl": (FULL.text, FULL.vision),
     "32b": (TEXT_32B, None),
 }
+LARGEST = 1024**2
+"""Pixels of a picture that the processor leaves as it is: 1,024 positions."""
 
 
 def text_config(shape: TextShape) -> dict[str, Any]:
@@ -64,6 +66,7 @@ def write_random_model(out: Path, text: TextShape, vision: VisionShape | None, *
     `sees_colours`: its tower and attention are laid out by `harness.mosaic`, which needs `vision`.
     """
     import transformers
+    from tinker_local.backend.tiny_models import VisionShape as TinyVision
     from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
 
     if vision is None:
@@ -72,7 +75,7 @@ def write_random_model(out: Path, text: TextShape, vision: VisionShape | None, *
         config.pop("layer_types", None)
         model_class, config_class = transformers.Qwen3ForCausalLM, transformers.Qwen3Config
     else:
-        make_tiny_vl_model(out, tie_word_embeddings=False)
+        make_tiny_vl_model(out, tie_word_embeddings=False, vision=TinyVision(max_pixels=LARGEST))
         config = json.loads((out / "config.json").read_text()) | {"dtype": "bfloat16"}
         config["text_config"] |= text_config(text)
         config["text_config"].pop("layer_types", None)

@@ -41,7 +41,7 @@ def attending(way: str) -> Iterator[None]:
         if four is None:
             raise Unavailable(words)
         all_rules = frozenset({"window", "sinks", "full"})
-        lines = (Faster(torch.cuda.get_device_capability(), RIGHT, all_rules, tokens=0, keys=0),)
+        lines = (Faster(torch.cuda.get_device_capability(), RIGHT, all_rules, scores=0, keys=0),)
     flash_attention.FASTER = lines
     try:
         yield

@@ -196,10 +196,12 @@ def test_flash_attention_4_computes_where_it_was_measured_and_found_faster_on_a_
         assert line.capability == HOPPER, "the only card that has been measured"
         assert line.sizes <= RIGHT
         for size in line.sizes:
-            assert isinstance(chosen("plain", line.tokens, size=size), FlashAttention4), (size, line)
+            segments = [line.keys] * -(-line.scores // line.keys**2)
+            assert isinstance(chosen("plain", *segments, size=size), FlashAttention4), (size, line)
     assert chosen("plain", *[64] * 128) is TWO, "segments that are too short"
     assert isinstance(chosen("plain", *[256] * 32), FlashAttention4)
     assert chosen("plain", 1000) is TWO, "a row that is too short"
+    assert chosen("plain", *[256] * 8) is TWO, "a row with too few scores"
     assert chosen(size=136) is TWO, "a size without a line"
     assert chosen(size=12) is None
     row = query(size=64)
@@ -261,7 +263,7 @@ def test_tensors_that_fused_kernels_do_not_take_have_none_on_a_fake(package: str
 def test_a_line_holds_for_its_card_its_sizes_its_lengths_and_no_other_extension(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    line = Faster(HOPPER, frozenset({64}), frozenset({"window"}), tokens=100, keys=10)
+    line = Faster(HOPPER, frozenset({64}), frozenset({"window"}), scores=1000, keys=10)
     monkeypatch.setattr(flash_attention, "FASTER", (line,))
     assert is_faster(HOPPER, 64, 100, 10, frozenset())
     assert is_faster(HOPPER, 64, 100, 10, frozenset({"window"}))
@@ -269,7 +271,8 @@ def test_a_line_holds_for_its_card_its_sizes_its_lengths_and_no_other_extension(
     assert not is_faster(AMPERE, 64, 100, 10, nothing)
     assert not is_faster(HOPPER, 72, 100, 10, nothing)
     assert not is_faster(HOPPER, 64, 99, 10, nothing)
-    assert not is_faster(HOPPER, 64, 100, 9.9, nothing)
+    assert not is_faster(HOPPER, 64, 1000, 9.9, nothing)
+    assert is_faster(HOPPER, 64, 20, 50, nothing)
     assert not is_faster(HOPPER, 64, 100, 10, frozenset({"window", "sinks"}))
 
 

@@ -217,25 +217,26 @@ def _soft_cap(utils: Any, cap: float) -> tuple[Any, Any]:
 class Faster:
     """FlashAttention 4 is faster, forward and backward together: on GPUs of this compute `capability`, with heads of
     these `sizes`, for rules with no extensions but these (of "window", "sinks" and "full", which is not causal), in
-    rows of at least so many `tokens` whose segments have at least so many `keys` on average."""
+    rows whose segments have at least so many `keys` on average, and at least so many `scores`: tokens times keys."""
 
     capability: tuple[int, int]
     sizes: frozenset[int]
     extensions: frozenset[str]
-    tokens: int
+    scores: int
     keys: int
 
 
 FASTER: tuple[Faster, ...] = (
-    # An H200 with torch 2.13, in rows of 8,192 (benchmarks/results/fused_attention-20261130-h200.txt). With 32 heads of
-    # 128 and segments of 64, 256, 512, 2,048 and one of 32,768: 0.80, 1.25, 1.48, 1.81 and 1.89 times as fast. Segments
-    # of 256 with 64 heads of 64: 1.23, with 24 of 256: 1.20. Segments of 2,048 with a window of 128 and 64 heads of 64:
-    # 1.37, and sinks cost nothing; with a window of 1,024 and 16 heads of 256: 1.41. A row of 256 tokens takes three
-    # times as long, since the host is slower than the GPU.
-    Faster((9, 0), frozenset({64, 128, 256}), frozenset({"window", "sinks"}), tokens=2048, keys=256),
+    # An H200 with torch 2.13 (benchmarks/results/fused_attention-20261130-h200.txt and
+    # attention_kernels-20261130-h200-cut-short.txt). Rows of 8,192 with 32 heads of 128 and segments of 64, 128, 256,
+    # 512, 2,048: 0.80, 1.02, 1.24, 1.48, 1.81 times as fast; one segment of 1,024, 2,048, 8,192, 32,768: 0.87, 1.85,
+    # 2.15, 1.89. Segments of 256 with 64 heads of 64: 1.23, with 24 of 256: 1.20. A window of 128 with 64 heads of 64:
+    # 1.47 to 1.56, and sinks cost nothing; of 1,024 with 16 heads of 256: 1.41. Rows of 2,048 in segments of 256: 0.65
+    # to 0.85, since the host is slower than the GPU.
+    Faster((9, 0), frozenset({64, 128, 256}), frozenset({"window", "sinks"}), scores=2**21, keys=256),
     # All samples of a group against their prompt, beside each sample against a copy of it by FlashAttention 2: 16 of
     # 512 after 2,048 take 3.2 instead of 5.7 ms, 64 of 64 after 1,000 1.4 instead of 4.2.
-    Faster((9, 0), frozenset({128}), frozenset({"full"}), tokens=2048, keys=1000),
+    Faster((9, 0), frozenset({128}), frozenset({"full"}), scores=2**21, keys=1000),
 )
 """What was measured. All else is left to FlashAttention 2 if it can, and so are all cards without a line."""
 
@@ -279,7 +280,7 @@ def is_faster(capability: tuple[int, int], size: int, tokens: int, keys: float, 
     return any(
         capability == line.capability
         and size in line.sizes
-        and tokens >= line.tokens
+        and tokens * keys >= line.scores
         and keys >= line.keys
         and has <= line.extensions
         for line in FASTER
