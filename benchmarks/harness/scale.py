@@ -146,4 +146,4 @@ TINY = Scale(
 
 TEXT_32B = TextShape(5120, 25600, 64, 64, 8, 128, 151936)
 
-SCALES = {scale.name: scale for scale in (FULL, FOUR_B, TINY)}
+SCALES: dict[str, Scale] = {scale.name: scale for scale in (FULL, FOUR_B, TINY)}

@@ -34,13 +34,15 @@ def ragged_sequences(scale: Scale) -> list[Int64Array]:
     return sequences(scale, ragged_lengths(scale))
 
 
-def picture(side: int, seed: int) -> bytes:
-    """A JPEG of `side` x `side` pixels: smooth colours with some noise, as many bytes as a photograph."""
+def picture(width: int, seed: int, height: int | None = None) -> bytes:
+    """A JPEG of `width` x `height` pixels (square without it): smooth colours with some noise, as many bytes as a
+    photograph."""
     from PIL import Image
 
+    size = (width, height or width)
     rng = np.random.default_rng(seed)
-    smooth = Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).resize((side, side), Image.Resampling.BICUBIC)
-    pixels = np.asarray(smooth, np.int16) + rng.integers(-12, 13, (side, side, 3), np.int16)
+    smooth = Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).resize(size, Image.Resampling.BICUBIC)
+    pixels = np.asarray(smooth, np.int16) + rng.integers(-12, 13, (size[1], size[0], 3), np.int16)
     file = io.BytesIO()
     Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
     return file.getvalue()
