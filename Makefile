@@ -89,7 +89,7 @@ bench-tiny: setup ## the same code on tiny models and a CPU, in a minute or two:
 	$(BIN)/python benchmarks/replicas.py --tiny
 	$(BIN)/python benchmarks/families.py --tiny --shapes qwen3.5-9b,qwen3-30b-a3b
 	$(BIN)/python benchmarks/attention_kernels.py --tiny --only kernels,gemma-3-12b
-	$(BIN)/python benchmarks/general_road.py --tiny --autograd
+	$(BIN)/python benchmarks/general_road.py --tiny --autograd --shapes internvl3.5-8b
 
 advisories: ## published advisories about the lowest versions that the wheels admit, and those of uv.lock; needs a network
 	sh scripts/advisories.sh

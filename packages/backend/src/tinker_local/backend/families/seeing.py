@@ -279,8 +279,10 @@ def tensors_of(image: RenderedImage) -> dict[str, npt.NDArray[Any]]:
 
 
 def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Along the first axis, the others padded with zeros at their ends, as processors do."""
-    sizes = np.max([array.shape[1:] for array in arrays], axis=0) if arrays[0].ndim > 1 else ()
+    """A copy along the first axis, the others padded with zeros at their ends, as processors do."""
+    if len({array.shape[1:] for array in arrays}) == 1:
+        return np.concatenate(arrays)
+    sizes = np.max([array.shape[1:] for array in arrays], axis=0)
     padded = [
         np.pad(array, ((0, 0), *((0, int(size) - own) for size, own in zip(sizes, array.shape[1:], strict=True))))
         for array in arrays
@@ -297,6 +299,12 @@ def _class_of(where: str) -> Any:
     return _without_values(where).model
 
 
+@functools.lru_cache(8)
+def _names_of(function: Any) -> frozenset[str]:
+    """What its arguments are called. Positions are made for each datum of a step."""
+    return frozenset(inspect.signature(function).parameters)
+
+
 def _class_positions(where: str, config: Any, input: RenderedInput) -> Positions:
     """Of the class's own `get_rope_index`, int64 [rows, N]. Only `input.images` says where images are: their id
     elsewhere is another one for the class."""
@@ -309,7 +317,7 @@ def _class_positions(where: str, config: Any, input: RenderedInput) -> Positions
     ids[(ids == marks.pad) & ~holds] = 0
     kinds = torch.from_numpy(holds.astype(np.int64))[None]
     images = [placed.image for placed in sorted(input.images, key=lambda placed: placed.offset)]
-    names = inspect.signature(type(inner).get_rope_index).parameters
+    names = _names_of(type(inner).get_rope_index)
     tensors = {
         name: torch.from_numpy(_joined([tensors_of(image)[name] for image in images]))
         for name in (images[0].further if images else ())
