@@ -3,7 +3,6 @@
 import base64
 import io
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ pytestmark = [pytest.mark.more, pytest.mark.rotated(3)]
 
 SERVED = (
     *("llava", "llava_next", "internvl", "internvl3_5", "mistral3", "ministral3", "pixtral", "idefics3"),
-    *("qwen2_vl", "glm4v", "glm_ocr", "exaone4_5"),
-    *(("smolvlm",) if find_spec("num2words") else ()),  # which its processor needs
+    *("qwen2_vl", "glm4v", "glm_ocr", "exaone4_5", "smolvlm"),
 )
 """Architectures."""
 
