@@ -85,17 +85,24 @@ class Task:
     """Prompts, training examples and answers in the model's chat format."""
 
     def __init__(self, client: tinker.TrainingClient, question: str, classes: list[str]) -> None:
-        from transformers import AutoImageProcessor
+        from tinker_local.client import rl
 
-        self.tokenizer = client.get_tokenizer()
-        self.processor = AutoImageProcessor.from_pretrained(client.get_info().model_data.tokenizer_id)
+        self.chat = rl.Chat.of(client)
+        self.tokenizer, self.processor = self.chat.tokenizer, self.chat.image_processor
+        # Others are asked as their chat template says, which for Qwen may add a system prompt or a thought.
+        self.of_qwen = "<|image_pad|>" in self.tokenizer.get_vocab()
         self.question = question.replace("{classes}", ", ".join(classes))
         # A few tokens more than the longest name, to notice answers that only begin with a name.
         self.max_tokens = max(len(self.answer(name)) for name in classes) + 2
 
     def prompt(self, image: PIL.Image.Image | Path) -> tinker.ModelInput:
-        from tinker_local.client import model_input
+        import tinker_local.client as tinker
+        from tinker_local.client import model_input, rl
 
+        if not self.of_qwen:
+            (message,) = rl.as_messages([image, self.question])
+            content, images = self.chat.content(message, "the prompt")
+            return tinker.ModelInput(chunks=self.chat.chunks(self.chat.render([content]), images))
         return model_input(
             "<|im_start|>user\n",
             image,
@@ -105,6 +112,8 @@ class Task:
         )
 
     def answer(self, name: str) -> list[int]:
+        if not self.of_qwen:
+            return [*self.chat.encode(name, continued=True), *self.chat.stop]
         return self.tokenizer.encode(f"{name}<|im_end|>", add_special_tokens=False)
 
     def datum(self, asked: Asked) -> tinker.Datum:

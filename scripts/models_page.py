@@ -49,7 +49,7 @@ make the same of each picture, otherwise the request is refused with the differe
 positions. The tower stays frozen. At the start the trainer is compared with transformers' whole forward, on pictures of
 four shapes, between, before and behind texts, and two in a prompt, and trainer and sampler on several shapes; a model
 that differs is refused with the prompt, the position and both numbers. Tests have seen these agree, with gradients of
-adapters that are transformers' in float64 (the processor of SmolVLM needs the package `num2words`):
+adapters that are transformers' in float64:
 """
 REFUSED = """
 ### Refused

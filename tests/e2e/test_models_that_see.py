@@ -3,7 +3,6 @@
 import base64
 import io
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,10 @@ import numpy as np
 import openai
 import pytest
 import tinker
+import tinker_local.client
 from PIL import Image
+from safetensors.numpy import load_file
+from tinker_local.backend.adapters.adapter import path_of
 from tinker_local.backend.exporting import export_checkpoint
 from tinker_local.backend.families import family_of
 from tinker_local.backend.rendering.rendered_input import TrainerImage
@@ -27,10 +29,19 @@ pytestmark = [pytest.mark.more, pytest.mark.rotated(3)]
 
 SERVED = (
     *("llava", "llava_next", "internvl", "internvl3_5", "mistral3", "ministral3", "pixtral", "idefics3"),
-    *("qwen2_vl", "glm4v", "glm_ocr", "exaone4_5"),
-    *(("smolvlm",) if find_spec("num2words") else ()),  # which its processor needs
+    *("qwen2_vl", "glm4v", "glm_ocr", "exaone4_5", "smolvlm"),
 )
 """Architectures."""
+
+TRAINED_TOWERS = ("llava_next", "pixtral", "idefics3", "smolvlm", "qwen2_vl", "exaone4_5")
+"""Of these vLLM takes adapters on tower and projector."""
+
+FROZEN_TOWERS = {
+    "llava": "without its class token, and fails with adapters",
+    **dict.fromkeys(("internvl", "internvl3_5", "mistral3", "ministral3"), "takes no adapters on its tower"),
+    **dict.fromkeys(("glm4v", "glm_ocr"), "takes no adapters on gate_proj and up_proj of towers of this kind"),
+}
+"""Of the others, why not."""
 
 SIZES = ((224, 224), (260, 60), (50, 200), (30, 40))
 """Width and height of pictures in pixels."""
@@ -50,7 +61,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = ("--model", f"tiny/sees={folder}", "--dtype", "float32", "--max-rank", "8")
+    options = ("--model", f"tiny/sees={folder}", "--dtype", "float32", "--max-rank", "8", "--train-vision")
     one = start_server(tmp_path_factory.mktemp("data"), *options)
     yield one
     assert one.stop() == 0
@@ -112,6 +123,40 @@ def test_trainer_and_sampler_agree_before_and_after_training(
         assert exported.checked is not None
         assert exported.checked.agrees
         assert exported.checked.images == 1
+
+
+def test_a_tower_is_trained_where_vllm_takes_adapters_of_it(
+    server: Server, sdk: SdkDriver, folder: Path, inputs: list[tuple[ModelInput, np.ndarray]], tmp_path: Path
+) -> None:
+    """Sampled, resumed and exported for PEFT, for vLLM and merged, which are compared with the trainer; refused with
+    the reason elsewhere."""
+    with tinker_local.client.ServiceClient(base_url=server.url) as service:
+        # Without the LM head, of which vLLM by itself takes no adapters.
+        asked = service.create_lora_training_client("tiny/sees", rank=4, seed=4, train_unembed=False, train_vision=True)
+        if folder.name not in TRAINED_TOWERS:
+            with pytest.raises(tinker.BadRequestError, match=f"stays as it is: .*{FROZEN_TOWERS[folder.name]}"):
+                asked.result()
+            return
+        client = asked.result()
+        before = trainer_logprobs(client, inputs)
+        train(client, inputs, 3)
+        trained = trainer_logprobs(client, inputs)
+        assert difference(trained, before) > 0.2
+        sampler = client.save_weights_and_get_sampling_client().result()
+        assert difference(trained, sampler_logprobs(sampler, inputs)) < 1e-4
+        state = client.save_state("tower").result().path
+        resumed = service.create_training_client_from_state_with_optimizer(state).result()
+        assert difference(trained, trainer_logprobs(resumed, inputs)) == 0
+    for to in ("peft", "vllm", "merged"):
+        checked = export_checkpoint(state, tmp_path / to, to=to, data_dir=server.data_dir).checked  # type: ignore[arg-type]
+        assert checked is not None
+        assert checked.agrees
+        assert checked.images == 1
+    family = family_of(AutoConfig.from_pretrained(folder).model_type, str(folder))
+    exported = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    of_tower = [b for name, b in exported.items() if family.in_tower(path_of(name)) and ".lora_B." in name]
+    assert len(of_tower) > 9
+    assert all(b.any() for b in of_tower)
 
 
 def test_a_picture_in_a_chat_is_read_as_by_the_models_own_processor(

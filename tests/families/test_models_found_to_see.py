@@ -198,8 +198,11 @@ def test_a_check_says_how_images_are_read(folders: Any, tmp_path: Path) -> None:
     told = CliRunner().invoke(check, [f"m={folders('llava')}", "--data-dir", str(tmp_path)]).output
     assert (
         "reads images by transformers' class, from model.vision_tower by way of model.multi_modal_projector into "
-        "model.language_model; towers stay frozen"
+        "model.language_model; its tower stays frozen: vLLM counts the positions of such a tower without its "
+        "class token"
     ) in told
+    told = CliRunner().invoke(check, [f"m={folders('idefics3')}", "--data-dir", str(tmp_path)]).output
+    assert "by way of model.connector into model.text_model; --train-vision lets clients train its tower" in told
 
 
 def test_features_in_another_order_are_refused_with_the_position_and_the_numbers(

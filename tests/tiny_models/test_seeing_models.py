@@ -25,8 +25,6 @@ def picture(width: int, height: int, seed: int) -> Image.Image:
 
 def loaded(name: str, folder: Path) -> tuple[Any, Any]:
     """A processor and a model, of which transformers neither misses a weight nor leaves one out."""
-    if name == "smolvlm":
-        pytest.importorskip("num2words")  # its processor needs it, for videos
     make_tiny_seeing_model(folder, name)
     model, info = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True

@@ -7,7 +7,9 @@ grey scaled to 8. Files whose pixels are already so are sent unchanged; everythi
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal, TypeAlias, get_args
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +37,10 @@ def image_chunk(
     converted by `as_rgb` and encoded as `image_format`: PNG (lossless) or JPEG (quality 95, full chroma).
 
     `image_processor` counts `expected_tokens` as the server does: the base model's HF processor, e.g. from
-    AutoImageProcessor. It needs `merge_size`, and `get_number_of_image_patches` or `image_grid_thw` in its output.
-    Without it, `expected_tokens` is omitted: the server counts by itself, but the chunk lacks the `length` that
-    training data needs.
+    AutoImageProcessor, which needs `merge_size`, and `get_number_of_image_patches` or `image_grid_thw` in its output;
+    or its whole processor, from AutoProcessor, which writes all positions of an image. Models whose images also have
+    marks of rows or tiles need the whole one. Without it, `expected_tokens` is omitted: the server counts by itself,
+    but the chunk lacks the `length` that training data needs.
 
     Raises InvalidRequestError if `image` cannot be read, is of a kind not listed under `Image`, or is refused by the
     processor (HF: aspect ratio above 200).
@@ -124,9 +127,11 @@ def _encode(rgb: PIL.Image.Image, format: ImageFormat) -> _Picture:
 
 
 def _count_tokens(image_processor: Any, rgb: PIL.Image.Image, where: str) -> int:
+    if image_token_of(image_processor) is not None and callable(image_processor):
+        return positions_of(image_processor, rgb, where)
     merge_size = getattr(image_processor, "merge_size", None)
     if merge_size is None:
-        hint = "; pass its .image_processor" if hasattr(image_processor, "image_processor") else ""
+        hint = "; pass its .image_processor" if hasattr(image_processor, "image_processor") else WHOLE
         raise InvalidRequestError(
             f"image_processor: {_name(image_processor)} has no merge_size, so the tokens of an image cannot be "
             f"counted{hint}"
@@ -141,6 +146,39 @@ def _count_tokens(image_processor: Any, rgb: PIL.Image.Image, where: str) -> int
             f"{where}: the image processor refuses an image of {rgb.width} x {rgb.height} pixels: {error}"
         ) from error
     return int(patches) // int(merge_size) ** 2
+
+
+WHOLE = "; pass the model's whole processor, from AutoProcessor"
+
+_counts: WeakKeyDictionary[Any, dict[tuple[int, int], int]] = WeakKeyDictionary()
+"""By whole processor and size of an image, on which alone the number depends."""
+
+_one_at_a_time = Lock()
+"""Processors are not known to be thread-safe."""
+
+
+def image_token_of(processor: Any) -> str | None:
+    """What a whole processor takes for an image in a text; None for one of images alone."""
+    token = getattr(processor, "image_token", None) if hasattr(processor, "image_processor") else None
+    token = getattr(token, "content", token)
+    return token if isinstance(token, str) else None
+
+
+def positions_of(processor: Any, rgb: PIL.Image.Image, where: str) -> int:
+    """All that a whole processor writes for its token of an image, as the server counts."""
+    with _one_at_a_time:
+        counts = _counts.setdefault(processor, {})
+        if (known := counts.get(rgb.size)) is not None:
+            return known
+        given = {"text": image_token_of(processor), "images": [rgb], "return_tensors": "pt"}
+        try:
+            ids = processor(**given, add_special_tokens=False)["input_ids"][0]
+        except (ValueError, IndexError, ZeroDivisionError) as error:  # of some that cut an image into tiles
+            raise InvalidRequestError(
+                f"{where}: the processor refuses an image of {rgb.width} x {rgb.height} pixels: {error}"
+            ) from error
+        counts[rgb.size] = len(ids)
+        return counts[rgb.size]
 
 
 def _patches_by_running(image_processor: Any, rgb: PIL.Image.Image) -> int:

@@ -19,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import PIL.Image
+from tinker_local.client.encode_images import image_token_of, positions_of
 from tinker_local.client.endpoint import Endpoint, connect, send
 from tinker_local.types import InvalidRequestError
+from tinker_local.types.processor_templates import processor_positions
 
 CACHE = "TINKER_LOCAL_CACHE"
 """Environment variable: the folder for downloads, if not `~/.cache/tinker-local`."""
@@ -116,13 +119,40 @@ def _redirect_loaders() -> None:
         if hasattr(original, "of_served_names"):
             continue
 
-        def from_pretrained(pretrained_model_name_or_path: Any, *given: Any, _of: Any = original, **more: Any) -> Any:
+        def from_pretrained(
+            pretrained_model_name_or_path: Any,
+            *given: Any,
+            _of: Any = original,
+            _loader: str = loader,
+            **more: Any,
+        ) -> Any:
             name = pretrained_model_name_or_path
-            return _of(_folders.get(str(name), name), *given, **more)
+            folder = _folders.get(str(name))
+            if folder is None:
+                return _of(name, *given, **more)
+            found = _of(folder, *given, **more)
+            return _counting(found, folder) if _loader == "AutoImageProcessor" else found
 
         functools.update_wrapper(from_pretrained, original)
         from_pretrained.of_served_names = True  # type: ignore[attr-defined]
         found.from_pretrained = staticmethod(from_pretrained)
+
+
+def _counting(processor: Any, folder: Path) -> Any:
+    """`processor`, of images alone; with what the cookbook counts the positions of an image by, if it lacks it: all
+    that the model's whole processor writes for an image of that size."""
+    if getattr(processor, "merge_size", None) is not None or processor_positions(str(folder)) is not None:
+        return processor
+    transformers: Any = importlib.import_module("transformers")
+    whole = transformers.AutoProcessor.from_pretrained(folder)
+    if image_token_of(whole) is None:
+        return processor
+
+    def positions(height: int, width: int, images_kwargs: Any = None) -> int:
+        return positions_of(whole, PIL.Image.new("RGB", (width, height)), "image")
+
+    processor.whole, processor.merge_size, processor.get_number_of_image_patches = whole, 1, positions
+    return processor
 
 
 def _tell_cookbook(served: Mapping[str, Path]) -> None:

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+SAME_FOR_EVERY_IMAGE = ("Gemma3Processor",)
+"""Classes of processors with one number of positions for every image."""
+
 
 def processor_template(model: str) -> str | None:
     """The chat template of a folder's or hub name's processor; None if it has none.
@@ -17,9 +20,10 @@ def processor_template(model: str) -> str | None:
 
 def processor_positions(model: str) -> int | None:
     """The positions that the processor of a folder or hub name has for every image, as Gemma 3's; None if it has no
-    such number."""
-    found = _processor(model).get("image_seq_length")
-    return found if isinstance(found, int) else None
+    such number. What others call so is that of a tile (InternVL), or the most of an image (Gemma 4)."""
+    processor = _processor(model)
+    found = processor.get("image_seq_length")
+    return found if isinstance(found, int) and processor.get("processor_class") in SAME_FOR_EVERY_IMAGE else None
 
 
 def _processor(model: str) -> Mapping[str, Any]:

@@ -103,7 +103,9 @@ def _fault_of_weights(source: ModelSource, options: BackendOptions, told: list[s
         try:
             _, family = check_for_engines(source.path, options)
             if family.vision is not None and family.vision.found:
-                told.append(f"reads images by transformers' class, from {family.vision.found}; towers stay frozen")
+                trained = family.vision.frozen and f"its tower stays frozen: {family.vision.frozen}"
+                trained = trained or "--train-vision lets clients train its tower"
+                told.append(f"reads images by transformers' class, from {family.vision.found}; {trained}")
         except UnsupportedError as error:
             return str(error)
     return not_finite(stored_tensors(folder).values())

@@ -166,8 +166,9 @@ def _names(file: Path, base: BaseModel) -> list[str]:
 def _name_in_files(base: BaseModel, path: str, names: list[str]) -> str:
     """The parameter at `path`: older files of a family begin its names differently."""
     vision = base.family.vision
-    towers = () if vision is None else (f"{vision.tower}.", f"{vision.vllm_tower}.")
-    start = vision.tower if vision is not None and base.family.in_tower(path) else base.family.decoder_path
+    roots = () if vision is None else (vision.tower, vision.vllm_tower, *vision.connectors)
+    towers = [f"{root.removeprefix('model.')}." for root in roots]
+    start = (None if vision is None else vision.part_of(path)) or base.family.decoder_path
     inside = path.removeprefix(f"{start}.")
     found = [
         name

@@ -23,6 +23,8 @@ def write_adapter_for(library: Literal["peft", "vllm"], folder: Path, trained: T
     tensors = trained.tensors if names is None else as_parameters(trained.tensors, names)
     if experts is not None and names is None:
         tensors = {experts.path_in_files(name): array for name, array in tensors.items()}
+    if library == "vllm":
+        tensors = {trained.base.family.tower_in_vllm(name): array for name, array in tensors.items()}
     arrays = {name: np.ascontiguousarray(array, np.float32) for name, array in tensors.items()}
     save_file(arrays, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(trained.peft_config(names), indent=2) + "\n")

@@ -175,7 +175,9 @@ class Vision:
     ids; `is_image` int32 [1, N], where features are. `whole_images`: whether the positions of an image see all of it,
     and not only what precedes them. `frozen`: why adapters cannot train the tower; empty if they can. `found`: for a
     model without a family, the parts of its class by which images are read; empty for those that are written here.
-    `touching`: whether images may follow each other without a token between their features.
+    `touching`: whether images may follow each other without a token between their features. `connectors`: paths of what
+    is between tower and language model, which `train_vision` trains, too. `untrained`: parts of both that features do
+    not depend on. `inside`: what vLLM and published files have between the tower's path and those of its modules.
     """
 
     tower: str
@@ -188,6 +190,18 @@ class Vision:
     frozen: str = ""
     found: str = ""
     touching: bool = True
+    connectors: tuple[str, ...] = ()
+    untrained: tuple[str, ...] = ()
+    inside: str = ""
+
+    def part_of(self, path: str) -> str | None:
+        """The tower or connector that the module at `path` of the model is in."""
+        roots = (self.tower, *self.connectors) if self.tower else ()
+        return next((root for root in roots if path.startswith(f"{root}.")), None)
+
+    def trains(self, path: str) -> bool:
+        """Whether adapters train the module at `path`, if it is one of projections, or others inside."""
+        return self.part_of(path) is not None and not any(f"{path}.".startswith(f"{each}.") for each in self.untrained)
 
     def processor(self, model: str, config: Any) -> ImageProcessor[TrainerImage]:
         """What reads images for the trainer, of the model at a folder or hub name, with its config."""
@@ -244,8 +258,14 @@ class Family:
         return self.vllm_head is None or bool(self.vllm_head.declared_by)
 
     def in_tower(self, path: str) -> bool:
-        """Whether the module at `path` of the model is in its vision tower."""
-        return self.vision is not None and bool(self.vision.tower) and path.startswith(f"{self.vision.tower}.")
+        """Whether the module at `path` of the model is in its vision tower, or between that and the language model."""
+        return self.vision is not None and self.vision.part_of(path) is not None
+
+    def tower_in_vllm(self, path: str) -> str:
+        """The module or tensor at `path`, as vLLM's loading knows it if it is in the vision tower."""
+        if self.vision is None or not self.vision.inside:
+            return path
+        return path.replace(f"{self.vision.tower}.", f"{self.vision.tower}.{self.vision.inside}.", 1)
 
     def hosted_path(self, path: str, *, tied_head: bool) -> str:
         """The name in exports of the adapted module at `path`, in the decoder, the vision tower or the LM head.

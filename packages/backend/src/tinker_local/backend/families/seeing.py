@@ -33,10 +33,21 @@ AUTO_CLASS = "AutoModelForImageTextToText"
 DECODER_PATH = "model.language_model"
 """Where the language model is in most of these classes."""
 
-NO_TOWER_TRAINING = (
-    "this architecture has no family here, and the towers of such models are computed by transformers' class without "
-    "adapters"
-)
+_TRAINED_TOWERS = ("exaone4_5", "idefics3", "llava_next", "pixtral", "qwen2_vl", "smolvlm")
+"""Of which vLLM takes adapters on tower and projector, and computes what transformers does
+(`benchmarks/architectures.py`). The name of the tower, where one class has several."""
+
+_FROZEN_TOWERS = {
+    **dict.fromkeys(("internvl", "mistral3"), "vLLM's class of this architecture takes no adapters on its tower"),
+    **dict.fromkeys(
+        ("glm4v", "glm4v_moe", "glm_ocr"), "vLLM takes no adapters on gate_proj and up_proj of towers of this kind"
+    ),
+    "clip_vision_model": "vLLM counts the positions of such a tower without its class token, and fails with adapters",
+}
+"""Why others stay as they are."""
+
+_INSIDE = "vision_model"
+"""What vLLM and published files have around the modules of CLIP's and SigLIP's towers, and transformers no more."""
 
 KINDS = "mm_token_type_ids"
 """What transformers' forwards call the argument that says which positions are images, [1, N]."""
@@ -100,15 +111,53 @@ def seeing_family(model_type: str, where: str) -> Family:
             read_image=None,
             encode_images=functools.partial(encode_images, parts),
             arguments=functools.partial(_arguments, parts),
-            frozen=NO_TOWER_TRAINING,
+            frozen=why_frozen(model.config, parts),
             found=str(parts),
             touching=not parts.rope_index,
+            connectors=parts.between,
+            untrained=_layers_not_read(model, parts),
+            inside=_inside(model, parts),
         ),
         lora=LoraNames(attn=(), mlp=(), every_linear=True),
         logits=None,
         vllm_head=VLLMHead(),
         model_type=model_type,
     )
+
+
+def why_frozen(config: Any, parts: Parts) -> str:
+    """Why adapters do not train the tower of a model of `config`; empty if they do."""
+    if not parts.tower:
+        return "no module of its class is named like a vision tower"
+    kind = config.model_type
+    if kind == "llava":  # with CLIP's or Pixtral's
+        kind = config.vision_config.model_type
+    if kind in _TRAINED_TOWERS:
+        return ""
+    return _FROZEN_TOWERS.get(
+        kind, f"it has not been seen that vLLM computes adapters on towers of {kind} models as transformers does"
+    )
+
+
+def _layers_not_read(model: Any, parts: Parts) -> tuple[str, ...]:
+    """Paths of layers of the tower after those whose output the projector reads. vLLM does not have them."""
+    read = getattr(model.config, "vision_feature_layer", None)
+    if read is None or not parts.tower:
+        return ()
+    tower = model.get_submodule(parts.tower)
+    found = next(((name, each) for name, each in tower.named_modules() if name.rpartition(".")[2] == "layers"), None)
+    if found is None:
+        return ()
+    path, layers = found
+    states = len(layers) + 1  # what enters the first one, too
+    last = max(at % states for at in ([read] if isinstance(read, int) else read))
+    return tuple(f"{parts.tower}.{path}.{at}" for at in range(last, len(layers)))
+
+
+def _inside(model: Any, parts: Parts) -> str:
+    kind = getattr(model.config.vision_config, "model_type", "")
+    known = kind in ("clip_vision_model", "siglip_vision_model") and parts.tower
+    return _INSIDE if known and not hasattr(model.get_submodule(parts.tower), _INSIDE) else ""
 
 
 def parts_of(model: Any, where: str) -> Parts:
@@ -229,24 +278,24 @@ def given_to_layers(model: Any, parts: Parts, **arguments: Any) -> Mapping[str, 
 
 
 def encode_images(parts: Parts, model: Any, images: Sequence[RenderedImage]) -> ImageFeatures:
-    """The features of each image, computed alone: transformers' classes pad images of several sizes, and then round
-    otherwise."""
+    """The features of `images`, which are alike, as of a batch of prompts that each have one of them alone.
+    transformers' classes pad images of several sizes, and then round otherwise."""
+    return ImageFeatures(_features(parts, model, images))
+
+
+def _features(parts: Parts, model: Any, images: Sequence[RenderedImage]) -> Any:
+    """Float [V, H]: what replaces the embeddings of the ids of `images`, in order."""
     import torch
 
-    return ImageFeatures(torch.cat([_features(parts, model, image) for image in images]))
-
-
-def _features(parts: Parts, model: Any, image: RenderedImage) -> Any:
-    """Float [V, H]: what replaces the embeddings of the ids of `image`."""
-    import torch
-
-    assert image.positions is not None, "images of models without a family have their own ids"
+    positions = images[0].positions
+    assert positions is not None, "images of models without a family have their own ids"
     embedding = model.get_input_embeddings().weight
-    ids = torch.from_numpy(image.positions.ids.astype(np.int64))[None].to(embedding.device)
-    holds = torch.from_numpy(image.positions.holds_features).to(embedding.device)
-    given = given_to_layers(model, parts, input_ids=ids, **_arguments(parts, [image], holds[None].int()))
+    ids = torch.from_numpy(positions.ids.astype(np.int64)).to(embedding.device).repeat(len(images), 1)
+    holds = torch.from_numpy(positions.holds_features).to(embedding.device)
+    is_image = holds.int().repeat(len(images), 1)
+    given = given_to_layers(model, parts, input_ids=ids, **_arguments(parts, images, is_image))
     check_given(model, given)
-    return given["inputs_embeds"][0][holds]
+    return given["inputs_embeds"][:, holds].flatten(0, 1)
 
 
 def check_given(model: Any, given: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.adapters.host_adapters import HostAdapter, host_adapter
+from tinker_local.backend.families import OTHER, family_of
 from tinker_local.backend.families.family import ROUTERS
 from tinker_local.backend.threads import without_pool
 from tinker_local.backend.vllm_engine.compat_vllm import (
@@ -46,6 +47,7 @@ class VLLMAdapters:
         self._preparing: dict[str, asyncio.Task[Any]] = {}
         self._handed_over: Any = None  # a LoRAModel, during `add_lora`
         self._worker: Any = None
+        self._family = OTHER
         self._locks_pages = not runs_on_cpu()
 
     def __len__(self) -> int:
@@ -55,6 +57,8 @@ class VLLMAdapters:
     def attach(self, engine: Any) -> None:
         """Serve a new engine in place of the last."""
         self._worker = lora_worker(engine)
+        config = engine.model_config
+        self._family = family_of(config.hf_config.model_type, config.model)
 
     def detach(self) -> None:
         """The engine is gone."""
@@ -141,8 +145,9 @@ class VLLMAdapters:
     def _made(self, version: AdapterVersion, worker: Any) -> Any:
         adapter = host_adapter(version, self._max_rank)
         numbers, tensors = self._copy(adapter, worker.lora_config.lora_dtype)
+        named = {self._family.tower_in_vllm(name): tensor for name, tensor in tensors.items()}
         try:
-            lora = build_lora_model(worker, adapter.config, tensors)
+            lora = build_lora_model(worker, adapter.config, named)
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import PIL.Image
 import tinker
-from tinker_local.client.encode_images import ImageFormat, chunk_of
+from tinker_local.client.encode_images import ImageFormat, chunk_of, image_token_of
 from tinker_local.client.image_marks import QWEN
 from tinker_local.client.rl.environment import Message
 from tinker_local.client.rl.token_pieces import TokenPieces
@@ -50,10 +50,12 @@ class Chat:
 
     Args:
         tokenizer: HF's, with a chat template.
-        image_processor: The model's HF processor, which counts the positions of images; only images need it.
+        image_processor: The model's HF processor, of images or the whole one, which counts the positions of images as
+            in `image_chunk`; only images need it.
         template: A chat template (Jinja) to use instead of the tokenizer's.
         options: Further variables of the template, e.g. {"enable_thinking": False}.
-        image_token: The token that the template writes for an image.
+        image_token: The token that the template writes for an image; if not given, that of a whole processor, or
+            Qwen's.
         image_format: The format of images that must be encoded: "png" (lossless) or "jpeg".
         as_tokens: Control tokens that count as such where a text has them, for programs that write the results of
             tools into a user's text: `["<tool_response>", "</tool_response>"]`.
@@ -71,12 +73,13 @@ class Chat:
         *,
         template: str | None = None,
         options: Mapping[str, Any] | None = None,
-        image_token: str = QWEN.pad,
+        image_token: str | None = None,
         image_format: ImageFormat = "png",
         as_tokens: Collection[str] = (),
     ) -> None:
         if template is None and not getattr(tokenizer, "chat_template", None):
             raise ChatTemplateError("tokenizer: it has no chat template; pass template=")
+        image_token = image_token or image_token_of(image_processor) or QWEN.pad
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self._template = template
@@ -372,9 +375,10 @@ def files_of(client: tinker.TrainingClient) -> tuple[Any, Any, str | None, int |
     model that `client` trains.
 
     They come from the folder or hub name that the server gives for the tokenizer. The last three are None for a
-    language model, and the last one where the number depends on the image.
+    language model, and the last one where the number depends on the image. The image processor is the whole one where
+    that of images alone cannot count positions.
     """
-    from transformers import AutoImageProcessor
+    from transformers import AutoImageProcessor, AutoProcessor
 
     model = client.get_info().model_data.tokenizer_id or ""
     tokenizer = client.get_tokenizer()
@@ -384,7 +388,12 @@ def files_of(client: tinker.TrainingClient) -> tuple[Any, Any, str | None, int |
         return tokenizer, None, None, None
     # From where the tokenizer came, which may be a copy of the server's files (`served_names.py`).
     folder = getattr(tokenizer, "name_or_path", "") or model
-    return tokenizer, processor, processor_template(folder), processor_positions(folder)
+    positions = processor_positions(folder)
+    if (whole := getattr(processor, "whole", None)) is not None:  # as `use_served_names` gives it
+        processor = whole
+    elif positions is None and getattr(processor, "merge_size", None) is None:
+        processor = AutoProcessor.from_pretrained(model)
+    return tokenizer, processor, processor_template(folder), positions
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:

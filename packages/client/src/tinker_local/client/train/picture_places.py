@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from tinker_local.client.encode_images import image_token_of
 from tinker_local.client.image_marks import QWEN
 
 
@@ -25,8 +26,11 @@ class PicturePlaces:
 QWENS = PicturePlaces(QWEN.pad, f"{QWEN.start}{QWEN.pad}{QWEN.end}")
 
 
-def places_of(tokenizer: Any, positions: int | None) -> PicturePlaces:
-    """Those of a tokenizer. `positions`: the number that the processor has for every picture, if it has one."""
+def places_of(tokenizer: Any, positions: int | None, image_processor: Any = None) -> PicturePlaces:
+    """Those of a tokenizer. `positions`: the number that the processor has for every picture, if it has one.
+    `image_processor`: if it is a whole one, its token is all that stands for a picture."""
+    if positions is None and (token := image_token_of(image_processor)) is not None:
+        return PicturePlaces(token, token)
     start, pad, end = (getattr(tokenizer, name, None) for name in ("boi_token", "image_token", "eoi_token"))
     if positions is None or not (start and pad and end):
         return QWENS

@@ -115,7 +115,7 @@ class Renderer:
         options: Mapping[str, Any] | None = None,
         image_positions: int | None = None,
     ) -> None:
-        self._places = places_of(tokenizer, image_positions)
+        self._places = places_of(tokenizer, image_positions, image_processor)
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self._template = template

@@ -10,7 +10,7 @@ import torch
 import transformers
 from tinker_local.backend.adapters.adapter import HEAD
 from tinker_local.backend.families import FAMILIES, NO_FAMILY, OTHER, family_of
-from tinker_local.backend.families.family import Family, LogitRule
+from tinker_local.backend.families.family import Family, LogitRule, Vision
 from tinker_local.backend.options import DecoderChoice
 from tinker_local.backend.stages import stage
 from tinker_local.backend.training.kernels.choose_kernels import kernels_for
@@ -20,6 +20,7 @@ from tinker_local.backend.training.model.checkpoint_fit import check_files, chec
 from tinker_local.backend.training.model.decoder import Decoder
 from tinker_local.backend.training.model.decoders import make_decoder, tolerance_of
 from tinker_local.backend.training.model.file_names import places_in_files
+from tinker_local.backend.training.model.found_tower import FoundTower
 from tinker_local.backend.training.model.load_published import load_published
 from tinker_local.backend.training.model.logit_rule import logit_rule
 from tinker_local.backend.training.model.vision_attention import use_packed_attention
@@ -62,7 +63,7 @@ class LoadedModel:
     model: Any
     decoder: Decoder
     head: FrozenMatrix
-    tower: VisionTower | None
+    tower: VisionTower | FoundTower | None
     weights: LargeWeights
     kernels: Kernels
     logit_rule: LogitRule
@@ -229,10 +230,14 @@ def _not_a_model(error: Exception) -> str:
     return f"transformers makes no model of its config.json ({type(error).__name__}: {first})"
 
 
-def tower_of_sizes(config: Any, dtype: str) -> VisionTower | None:
+def tower_of_sizes(config: Any, dtype: str) -> VisionTower | FoundTower | None:
     """The same of the vision tower."""
     family = family_of(config.model_type, config.name_or_path)
-    return None if family.vision is None else VisionTower(without_values(config, family, dtype), family.vision)
+    return None if family.vision is None else _tower(without_values(config, family, dtype), family.vision)
+
+
+def _tower(model: Any, vision: Vision) -> VisionTower | FoundTower:
+    return FoundTower(model, vision) if vision.found else VisionTower(model, vision)
 
 
 def without_values(config: Any, family: Family, dtype: str = "float32") -> Any:
@@ -290,7 +295,7 @@ def load_model(settings: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> Lo
         model=model,
         decoder=decoder,
         head=head,
-        tower=None if family.vision is None else VisionTower(model, family.vision),
+        tower=None if family.vision is None else _tower(model, family.vision),
         weights=weights,
         kernels=kernels,
         logit_rule=logit_rule(model, family, path),

@@ -6,7 +6,7 @@ backward. Legend: P patches of all images, V image positions (merged patches), H
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class VisionTower:
 
     def __init__(self, model: Any, vision: Vision) -> None:
         self._model, self._vision = model, vision
-        self._tower = tower = model.get_submodule(vision.tower) if vision.tower else torch.nn.Module()
+        self._tower = tower = model.get_submodule(vision.tower)
         self._by_module = {} if vision.frozen else tower_targets(tower, vision.tower)
         self._matrices = {linear: dense([linear]) for linear in self._by_module}
         self.targets = list(self._by_module.values())
@@ -42,7 +42,7 @@ class VisionTower:
         self._run: _Run | None = None
         self.images_encoded = 0
         for module in tower.modules():
-            if isinstance(module, torch.nn.Conv3d) and not vision.found:
+            if isinstance(module, torch.nn.Conv3d):
                 assert (module.stride, module.padding, module.groups) == (module.kernel_size, (0, 0, 0), 1)
                 module.forward = functools.partial(_whole_patches, module)
         for linear in self._by_module:
@@ -76,7 +76,7 @@ class VisionTower:
         run = _Run(lora, slices[-1].stop)
         with self._running(run), torch.set_grad_enabled(gradient):
             features = self._features([image for _, image in images])
-        return TowerPass(self, run, features)
+        return TowerPass(functools.partial(self._running, run), lora, features)
 
     def sizes(self, itemsize: int) -> TowerSizes:
         """For the plan of a GPU's memory, with activations of `itemsize` bytes. A block's backward has about what
@@ -120,22 +120,18 @@ class VisionTower:
 
 @dataclass(slots=True, eq=False)
 class TowerPass:
-    """A forward pass. `features`: with the graph of autograd, if a gradient is to follow."""
+    """A forward pass. `running`: what computes it again runs in. `lora`: the adapters, with their gradients after
+    `backward`. `features`: with the graph of autograd, if a gradient is to follow."""
 
-    tower: VisionTower
-    run: _Run
+    running: Callable[[], AbstractContextManager[None]]
+    lora: LoraBatch
     features: ImageFeatures
-
-    @property
-    def lora(self) -> LoraBatch:
-        """The adapters, with their gradients after `backward`."""
-        return self.run.lora
 
     def backward(self, gradients: ImageFeatures) -> None:
         """Write the adapters' gradients to `lora` from those of `features`. Consumes this pass."""
         features = self.features
         del self.features
-        with self.tower._running(self.run):
+        with self.running():
             torch.autograd.backward([features.embeds, *features.deepstack], [gradients.embeds, *gradients.deepstack])
 
 

@@ -5,7 +5,7 @@ The reference gets what the model's processor makes of texts and pictures, and m
 trainer gets the same ids, the pictures one by one, and all prompts in one row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import torch
 from tinker_local.backend.rendering.decoding import ImageError
 from tinker_local.backend.rendering.hf_images import HFProcessorImages
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput, TrainerImage
+from tinker_local.backend.training.model.found_tower import FoundTower, alike
 from tinker_local.types import UnsupportedError
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ DRAWS, TIMES, LEAST_16_BIT, LARGEST_16_BIT = 2, 4.0, 0.02, 0.5
 moves logprobs on average they may differ on average, and the least and the largest such limit in nats."""
 
 
+TOGETHER, TOGETHER_16_BIT = 1e-3, 0.1
+"""By how much the features of a picture may differ in a batch, of what tells the two pictures of the batch apart."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prompt:
     """`what` it is, in words. `rendered`: as the trainer reads it; `arguments`: as transformers' forward does."""
@@ -52,35 +57,40 @@ class _Prompt:
 class Compared:
     """`prompts`: how many, `pictures`: of how many shapes. `largest`: the largest difference of a logprob in nats.
     `left_out`: other shapes, each with the reason. `too_small`: the most features of a picture that transformers' class
-    fails on; 0 if it takes all."""
+    fails on; 0 if it takes all. `together`: whether it computes those that are alike in one batch as it does alone."""
 
     prompts: int
     pictures: int
     largest: float
     left_out: tuple[str, ...]
     too_small: int
+    together: bool
 
     def __str__(self) -> str:
         without = f", without {', '.join(self.left_out)}" if self.left_out else ""
         return (
             f"compared with transformers' own forward on {self.prompts} prompts with pictures of {self.pictures} "
-            f"shapes{without}: logprobs differ by {self.largest:.1g} nats at most"
+            f"shapes{without}: logprobs differ by {self.largest:.1g} nats at most; pictures of one size are computed "
+            f"{'together' if self.together else 'one at a time, as its class does not compute them alike in a batch'}"
         )
 
 
 @dataclass(slots=True, eq=False)
 class _Pictures:
-    """`read`: the pictures by shape, and as the trainer reads them. `left_out`, `too_small`: of `Compared`."""
+    """`read`: the pictures by shape, and as the trainer reads them. The others: of `Compared`."""
 
     read: "dict[str, tuple[Image, TrainerImage]]"
     left_out: list[str]
     too_small: int = 0
+    together: bool = False
 
 
 def check_pictures(loaded: "LoadedModel", logprobs: TrainerLogprobs, path: str) -> Compared:
     """UnsupportedError, with the position and the numbers, unless the trainer computes prompts with pictures as
     transformers' whole forward does. `path`: the model's folder or hub name."""
     prompts, pictures = _prompts(loaded, path)
+    assert isinstance(loaded.tower, FoundTower), "of a model without a family"
+    loaded.tower.together = pictures.together
     theirs = [_whole_forward(loaded, each, path) for each in prompts]
     rendered = [each.rendered for each in prompts]
     found = logprobs(None, *rendered)
@@ -92,7 +102,44 @@ def check_pictures(loaded: "LoadedModel", logprobs: TrainerLogprobs, path: str) 
         draws = [np.split(logprobs(None, *rendered, nudge=1 + draw), ends) for draw in range(DRAWS)]
         _check_mean(prompts, ours, theirs, draws, path)
     largest = max(float(np.abs(a - b)[_text(each)].max()) for each, a, b in zip(rendered, ours, theirs, strict=True))
-    return Compared(len(prompts), len(pictures.read), largest, tuple(pictures.left_out), pictures.too_small)
+    return Compared(
+        len(prompts),
+        len(pictures.read),
+        largest,
+        tuple(pictures.left_out),
+        pictures.too_small,
+        pictures.together,
+    )
+
+
+@torch.no_grad()
+def _together(
+    loaded: "LoadedModel", reader: HFProcessorImages, read: "Mapping[str, tuple[Image, TrainerImage]]"
+) -> bool:
+    """Whether transformers' class computes of two pictures of one size in a batch what it computes of each alone: by
+    less than what tells both apart."""
+    vision = loaded.family.vision
+    assert vision is not None, "a model that reads images"
+    for shape, (picture, image) in read.items():
+        pair = [_image(shape, image), _image(f"{shape} inverted", reader.process(_inverted(picture)))]
+        if len(alike(pair, 2**62)) != 1:
+            return False
+        try:
+            alone = [vision.encode_images(loaded.model, [image]).embeds for image in pair]
+            both = vision.encode_images(loaded.model, pair).embeds.chunk(2)
+        except Exception:  # of any type: transformers' own code fails on the batch, as each alone it has computed
+            return False
+        apart = (alone[0] - alone[1]).float().norm()
+        allowed = TOGETHER if loaded.dtype.itemsize >= 4 else TOGETHER_16_BIT
+        if any(not (a - b).float().norm() <= allowed * apart for a, b in zip(alone, both, strict=True)):
+            return False
+    return True
+
+
+def _inverted(picture: "Image") -> "Image":
+    from PIL import ImageOps
+
+    return ImageOps.invert(picture)
 
 
 def _check_largest(prompts: Sequence[_Prompt], ours: Sequence[Logprobs], theirs: Sequence[Logprobs], path: str) -> None:
@@ -191,6 +238,7 @@ def _pictures(loaded: "LoadedModel", reader: HFProcessorImages, path: str) -> _P
         )
     if any(image.num_features <= found.too_small for image in (_image("", read) for _, read in found.read.values())):
         raise UnsupportedError(f"{path}: transformers does not compute its images: {'; '.join(found.left_out)}")
+    found.together = _together(loaded, reader, found.read)
     return found
 
 
