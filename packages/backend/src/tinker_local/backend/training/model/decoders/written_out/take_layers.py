@@ -8,7 +8,7 @@ from typing import Any
 from tinker_local.backend.families.family import Experts
 from tinker_local.backend.training.kernels.kernels import Kernels
 from tinker_local.backend.training.model.decoders.packed_attention import attention_rules
-from tinker_local.backend.training.model.decoders.written_out.attention_block import AttentionBlock
+from tinker_local.backend.training.model.decoders.written_out.attention_block import AttentionBlock, query_scale
 from tinker_local.backend.training.model.decoders.written_out.block import Block, LayerPart, norm_weight
 from tinker_local.backend.training.model.decoders.written_out.delta_block import DeltaBlock
 from tinker_local.backend.training.model.decoders.written_out.experts_block import ExpertsBlock
@@ -65,6 +65,7 @@ def take_layers(
             block = _block_for(part, f"layer {index}")
             found[-1].append((block, replace(part, index=counts[block])))
             counts[block] += 1
+    scales = [query_scale(part.module) for parts in found for block, part in parts if block is AttentionBlock]
     rules = attention_rules(decoder, weights)
     layers = []
     with weights.walk(backward=False) as walk:
@@ -73,7 +74,10 @@ def take_layers(
             layers.append([block.take(replace(part, rule=rules.get(id(part.module)))) for block, part in parts])
     norm, epsilon = norm_weight(decoder.norm)
     kinds = sorted(set(several or [None]))
-    return WrittenOutDecoder(layers, decoder.norm.weight.dtype, norm, epsilon, decoder.rotary_emb, kinds, kernels)
+    scale = scales[0] if scales else None  # of all layers, which share their class and config
+    return WrittenOutDecoder(
+        layers, decoder.norm.weight.dtype, norm, epsilon, decoder.rotary_emb, kinds, kernels, scale
+    )
 
 
 def _parts(
