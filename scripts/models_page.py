@@ -50,9 +50,9 @@ positions. The tower stays frozen. At the start the trainer is compared with tra
 four shapes, between, before and behind texts, and two in a prompt, and trainer and sampler on several shapes; a model
 that differs is refused with the prompt, the position and both numbers.
 
-Layers are written out if all of their parts are, as those of LLaVA, InternVL, Idefics 3 and of Mistral 3 with either of
-its language models; the start says which decoder trains. Tests have seen these agree, with gradients of adapters that
-are transformers' in float64 (the processor of SmolVLM needs the package `num2words`):
+Layers are written out if all of their parts are, as those of LLaVA, InternVL, Idefics 3, GLM-4.1V, and of Mistral 3
+with either of its language models; the start says which decoder trains. Tests have seen these agree, with gradients of
+adapters that are transformers' in float64 (the processor of SmolVLM needs the package `num2words`):
 """
 REFUSED = """
 ### Refused

@@ -116,5 +116,5 @@ SEEING: Sequence[str] = (
 )
 """The same of those that read images."""
 
-SEEING_BY_AUTOGRAD: Sequence[str] = ("exaone4_5", "glm4v", "glm_ocr")
+SEEING_BY_AUTOGRAD: Sequence[str] = ("exaone4_5",)
 """Of these, those whose layers are not written out."""

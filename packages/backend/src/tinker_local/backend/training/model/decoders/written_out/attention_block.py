@@ -304,7 +304,8 @@ def query_scale(attention: Any) -> QueryScale | None:
 
 def _turns_pairs(attention: Any) -> bool:
     """Whether the positions of transformers' module turn numbers that lie side by side."""
-    rotate = getattr(sys.modules[type(attention).__module__], "rotate_half", None)
+    module = sys.modules[type(attention).__module__]
+    rotate = getattr(module, "rotate_half_llm", getattr(module, "rotate_half", None))  # the tower's has the usual name
     return rotate is not None and rotate(torch.arange(4, device="cpu")).tolist() == [-1, 0, -3, 2]
 
 

@@ -40,6 +40,10 @@ Attended = tuple[torch.Tensor, torch.Tensor | None]
 """What attention put out: `attended` and `logsumexp` of an `AttentionPass`."""
 
 
+_TWICE_IN_A_ROW = {"Glm4vTextRotaryEmbedding", "GlmOcrTextRotaryEmbedding"}
+"""transformers' modules that give each angle twice in a row. Others give all of them twice, also for pairs."""
+
+
 class WrittenOutDecoder:
     """Implements `training.decoder.Decoder` for layers made of known blocks. `dtype`: of activations; `norm` [H]:
     weight of the last norm; `rotary(embeds, position_ids)`: transformers' module for cos and sin, which has one more
@@ -99,12 +103,14 @@ class WrittenOutDecoder:
         return RowContext(self.kernels, row.segments, angles, scaled, lora)
 
     def _angles(self, row: PackedRow, kind: str | None) -> Angles:
-        """cos and sin [T, rotary]; some of transformers' modules give those of the first half alone."""
+        """cos and sin [T, rotary], first those of one half; some of transformers' modules give these alone."""
         of_kind = () if kind is None else (kind,)
         frequencies = getattr(self.rotary, "_".join([*of_kind, "inv_freq"]))
         cos, sin = (each.squeeze(0) for each in self.rotary(row.embeds, row.position_ids, *of_kind))
         if cos.shape[-1] == len(frequencies):
             cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
+        if type(self.rotary).__name__ in _TWICE_IN_A_ROW:
+            cos, sin = (each.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for each in (cos, sin))
         return cos, sin
 
     def rotations(self, layers: Sequence[int] | None, position_ids: torch.Tensor) -> Rotations:
