@@ -55,20 +55,6 @@ def data(folder: Path) -> Sequence[TrainDatum]:
     return [weighted(each, seed) for seed, each in enumerate(inputs)]
 
 
-@pytest.mark.mutation(
-    "gradients-of-queries-do-not-grow",
-    "AttentionPass.backward",
-    "c.query_angles[block.rotary], to_query",
-    "c.angles[block.rotary], to_query",
-    cases=("ministral3-written-out",),
-)
-@pytest.mark.mutation(
-    "pairs-taken-for-halves",
-    "WrittenOutDecoder._angles",
-    ".transpose(-1, -2).flatten(-2)",
-    ".flatten(-2)",
-    cases=("glm4v-written-out",),
-)
 @pytest.mark.parametrize("decoder", ["written-out", "autograd"])
 @pytest.mark.parametrize("architecture", [each for each in FOUND if each not in SEEING_BY_AUTOGRAD])
 def test_layers_that_are_written_out_compute_what_transformers_does_in_float64(

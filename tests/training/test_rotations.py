@@ -93,13 +93,6 @@ def scaled_queries(out: Path) -> Path:
     return folder
 
 
-@pytest.mark.mutation(
-    "queries-do-not-grow",
-    "WrittenOutDecoder._context",
-    "(scale * cos, scale * sin)",
-    "(cos, sin)",
-    cases=("written-out",),
-)
 @pytest.mark.parametrize("decoder", ["written-out", "autograd"])
 def test_queries_that_grow_with_their_position_are_trained_as_transformers_computes_them(
     decoder: Any, tmp_path: Path
