@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 from tinker_local.backend.families import FAMILIES
-from tinker_local.backend.families.line_up import LINE_UP, NOT_SERVED, OTHERS, SEEING
+from tinker_local.backend.families.line_up import LINE_UP, NOT_SERVED, OTHERS, SEEING, SEEING_BY_AUTOGRAD
 
 PAGE = Path(__file__).parent.parent / "docs/models.md"
 HEAD = """# Models
@@ -34,11 +34,11 @@ half of its effect.
 
 ### Other text models
 
-Any other causal language model of transformers is trained with adapters on every Linear module of its layers, most by
-the autograd decoder. vLLM samples with its own class, or with transformers' modules where its class takes no adapters.
-What configuration and classes rule out, `tinker-local check` says without loading anything. At the start, trainer and
-sampler are compared with an adapter on all of these modules, too, and a model is refused if vLLM computes something
-else. Tests have seen these agree:
+Any other causal language model of transformers is trained with adapters on every Linear module of its layers: by the
+autograd decoder if one of its layers has a part that is not written out. vLLM samples with its own class, or with
+transformers' modules where its class takes no adapters. What configuration and classes rule out, `tinker-local check`
+says without loading anything. At the start, trainer and sampler are compared with an adapter on all of these modules,
+too, and a model is refused if vLLM computes something else. Tests have seen these agree:
 """
 OTHERS_THAT_SEE = """
 ### Other models that read images
@@ -46,9 +46,13 @@ OTHERS_THAT_SEE = """
 So is the language model of any class of transformers that reads images and text. Its own processor says what an image
 is in a prompt: which tokens, ends of rows and marks of tiles among them, and what the vision tower takes; vLLM's must
 make the same of each picture, otherwise the request is refused with the difference. Its own code computes features and
-positions. The tower stays frozen. At the start the trainer is compared with transformers' whole forward, on pictures of
+positions. With `--train-vision` adapters train its tower, too, where vLLM takes them, and the start says where it does
+not. At the start the trainer is compared with transformers' whole forward, on pictures of
 four shapes, between, before and behind texts, and two in a prompt, and trainer and sampler on several shapes; a model
-that differs is refused with the prompt, the position and both numbers. Tests have seen these agree, with gradients of
+that differs is refused with the prompt, the position and both numbers.
+
+Layers are written out if all of their parts are, as those of LLaVA, InternVL, Idefics 3, GLM-4.1V, and of Mistral 3
+with either of its language models; the start says which decoder trains. Tests have seen these agree, with gradients of
 adapters that are transformers' in float64:
 """
 REFUSED = """
@@ -121,8 +125,9 @@ def page() -> str:
     names = "\n".join(line(name, model_type) for model_type, names in LINE_UP.items() for name in names)
     refused = "\n".join(f"- `{kind}`: {why}." for kind, why in NOT_SERVED.items() if kind not in FAMILIES)
     others = textwrap.fill(", ".join(f"`{model_type}`" for model_type in OTHERS) + ".", 120, break_on_hyphens=False)
+    by_autograd = ", ".join(f"`{model_type}`" for model_type in SEEING_BY_AUTOGRAD)
     seeing = textwrap.fill(", ".join(f"`{model_type}`" for model_type in SEEING) + ".", 120, break_on_hyphens=False)
-    others += f"\n{OTHERS_THAT_SEE}{seeing}"
+    others += f"\n{OTHERS_THAT_SEE}{seeing}\nOf these, autograd trains {by_autograd}."
     return f"{HEAD}{architectures}\n{OTHER_MODELS}{others}\n{REFUSED}{refused}\n{NAMES}{names}\n"
 
 

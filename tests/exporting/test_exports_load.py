@@ -31,7 +31,7 @@ from tests.families.test_mixed_layers import mixed
 
 pytestmark = pytest.mark.more
 
-FAMILIES = ("qwen3", "qwen3_vl", "qwen2_5_vl", "qwen3_5", "gemma3")
+FAMILIES = ("qwen3", "qwen3_vl", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "gemma3")
 EXPERTS = ("mixtral", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "qwen3_next")
 """Text models with routed experts, beside the first."""
 Make = Callable[..., Tuned]
@@ -96,7 +96,7 @@ def test_merged_model_computes_what_was_trained(tuned: Make, tmp_path: Path, fam
     assert "differ by" in card
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 @pytest.mark.parametrize("to", ["merged", "peft"])
 def test_a_vision_tower_that_was_trained_is_exported_with_the_rest(
     tuned: Make, tmp_path: Path, family: str, to: Any
@@ -200,6 +200,7 @@ def test_merged_model_keeps_the_dtype_of_its_base(tuned: Make, tmp_path: Path) -
     [
         ("qwen3", True, True, False),
         ("qwen3_vl", True, True, False),
+        ("qwen2_vl", True, False, False),
         ("qwen2_5_vl", True, False, False),
         ("qwen3_5", True, True, False),
         ("gemma3", True, False, False),
@@ -207,6 +208,7 @@ def test_merged_model_keeps_the_dtype_of_its_base(tuned: Make, tmp_path: Path) -
         ("gpt_oss", False, False, False),
         *((family, False, family == "mixtral", False) for family in EXPERTS),
         ("qwen3_vl", True, True, True),
+        ("qwen2_vl", True, False, True),
         ("qwen2_5_vl", True, False, True),
         ("qwen3_5", True, True, True),
     ],

@@ -32,7 +32,10 @@ LENGTH = 60
 
 @pytest.mark.parametrize(
     ("family", "train_vision"),
-    [*((family, False) for family in SERVED), *((family, True) for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_5"))],
+    [
+        *((family, False) for family in SERVED),
+        *((family, True) for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")),
+    ],
 )
 def test_each_target_alone_changes_both_engines_alike(family: Any, train_vision: bool, tmp_path: Path) -> None:
     """Of the decoder; with `train_vision`, of the vision tower.

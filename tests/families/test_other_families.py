@@ -1,4 +1,4 @@
-"""Text models without a family: the autograd decoder, and adapters on every Linear module of a layer."""
+"""Text models without a family: adapters on every Linear module of a layer, and the decoder that takes them."""
 
 import asyncio
 import importlib
@@ -34,7 +34,8 @@ from tinker_local.backend.vllm_engine.refusals import check_runs
 from tinker_local.types import AdamParams, LoraConfig, UnsupportedError
 
 from tests.families.starts import check_refused, started
-from tests.float64 import Exact
+from tests.float64 import Exact, InFloat64
+from tests.training.autograd_reference import assert_computes_like
 
 pytestmark = pytest.mark.more
 
@@ -148,6 +149,24 @@ def test_its_checkpoint_gives_the_trainers_logprobs_in_peft(model_type: str, tmp
             logprobs = theirs(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
         found.append(logprobs.gather(1, ids[1:, None])[:, 0].numpy())
     Exact(trainer).assert_near("all", inputs, trainer.logprobs("all", *inputs), np.concatenate(found))
+
+
+@pytest.mark.parametrize("model_type", ["glm", "glm4", "cwm"])
+def test_layers_of_known_parts_are_written_out_and_compute_what_transformers_does(
+    model_type: str, tmp_path: Path
+) -> None:
+    """GLM has gate and up in one module, GLM 4 norms after attention and MLP. Gradients in float64, to 1e-9."""
+    folder = tiny(model_type, tmp_path / "model")
+    with InFloat64():
+        ours = HFTrainer(TrainerConfig(str(folder), name="tiny", dtype="float64", device="cpu"))
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager"
+        )
+    assert ours.trains.startswith("trained by the written-out decoder; ")
+    ours.create_adapter("fresh", LoraConfig(rank=3, seed=1))
+    ours.load_adapter("a", with_random_b(ours.capture("fresh", optimizer=False)))
+    ours.remove_adapter("fresh")
+    assert_computes_like(ours, theirs, [TrainWork("a", data(1), "cross_entropy")])
 
 
 @pytest.mark.parametrize("model_type", OWN)

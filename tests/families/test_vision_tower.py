@@ -33,9 +33,10 @@ from transformers import AutoModelForImageTextToText
 from tests.float64 import Exact, InFloat64
 from tests.training.autograd_reference import gradients_like
 
-Family = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_5"]
-FAMILIES: tuple[Family, ...] = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
+FAMILIES: tuple[Family, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 SHAPES = {
+    "qwen2_vl": TextShape(hidden_size=128),
     "qwen2_5_vl": TextShape(hidden_size=128),
     "qwen3_vl": TextShape(),
     "qwen3_5": replace(QWEN3_5_SHAPE, weight_scale=0.6),  # smaller weights amplify rounding less

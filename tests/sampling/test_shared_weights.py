@@ -46,7 +46,7 @@ _EXPERTS = ("routed_experts.w13_weight", "routed_experts.w2_weight")
 OWN: Mapping[str, tuple[str, ...]] = defaultdict(tuple, gpt_oss=_EXPERTS, qwen3_vl_moe=_EXPERTS)
 """How names of matrices end that stay vLLM's: experts that it transposes."""
 
-SEEING = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "gemma3")
+SEEING = ("qwen3_vl", "qwen3_vl_moe", "qwen2_vl", "qwen2_5_vl", "gemma3")
 
 
 def write_model(family: Any, folder: Path) -> str:
@@ -116,7 +116,7 @@ def matrices(sampler: VLLMSampler) -> dict[str, torch.Tensor]:
         *(
             (family, "auto", False)
             for family in (
-                *("qwen3", "qwen3_vl", "qwen3_moe", "qwen3_vl_moe", "qwen3_5_text", "qwen2_5_vl"),
+                *("qwen3", "qwen3_vl", "qwen3_moe", "qwen3_vl_moe", "qwen3_5_text", "qwen2_vl", "qwen2_5_vl"),
                 *("gpt_oss", "gemma2", "gemma3", "llama", "mixtral", "glm4_moe", "minimax_m2"),
             )
         ),

@@ -18,7 +18,7 @@ from tinker_local.backend.tiny_models import (
 )
 from tinker_local.backend.tiny_models.marks import QWEN, VOCAB_SIZE
 
-VISION_FAMILIES = ("qwen3_vl", "qwen2_5_vl", "gemma3")
+VISION_FAMILIES = ("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "gemma3")
 QUESTION = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What is two plus 2?"},
@@ -34,6 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "text": make_tiny_text_model(root / "text"),
         "text_untied": make_tiny_text_model(root / "text_untied", tie_word_embeddings=False),
         "qwen3_vl": make_tiny_vl_model(root / "qwen3_vl"),
+        "qwen2_vl": make_tiny_vl_model(root / "qwen2_vl", family="qwen2_vl"),
         "qwen2_5_vl": make_tiny_vl_model(root / "qwen2_5_vl", family="qwen2_5_vl"),
         "gemma3": make_tiny_vl_model(root / "gemma3", family="gemma3"),
         **{name: make_tiny_text_model(root / name, family=name) for name in TEXT_FAMILIES if name != "qwen3"},

@@ -101,7 +101,7 @@ def test_the_block_of_the_guide_takes_the_memory_that_it_says(
     x = torch.randn(tokens, TEXT["hidden_size"])
     slices = [AdapterSlice(trainer._adapters["a"], 0, tokens)]
     batch = LoraBatch(groups_of(decoder.targets), slices, x.dtype, torch.float32, gradient=True)
-    context = RowContext(trainer._loaded.kernels, Segments((tokens,), x.device), {}, batch)
+    context = RowContext(trainer._loaded.kernels, Segments((tokens,), x.device), {}, {}, batch)
     grad = torch.randn_like(x)
     with torch.no_grad(), Live([x, grad, *batch._grad_a.values(), *batch._grad_b.values()]) as live:
         run = block.start(x, context)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.training.model.decoders.written_out import take_layers
 from tinker_local.backend.training.rotations import Rotate, Rotations, compare_rotations
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer_config import TrainerConfig
@@ -92,12 +93,12 @@ def scaled_queries(out: Path) -> Path:
     return folder
 
 
-def test_queries_that_grow_with_their_position_are_trained_as_transformers_computes_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("decoder", ["written-out", "autograd"])
+def test_queries_that_grow_with_their_position_are_trained_as_transformers_computes_them(
+    decoder: Any, tmp_path: Path
+) -> None:
     folder = scaled_queries(tmp_path / "model")
-    with pytest.raises(UnsupportedError, match="from position 64 on, queries or keys of layer 0 differ from transform"):
-        HFTrainer(TrainerConfig(str(folder), name="tiny", decoder="written-out"))
-    trainer = HFTrainer(TrainerConfig(str(folder), name="tiny"))
-    assert "autograd" in trainer.trains
+    trainer = HFTrainer(TrainerConfig(str(folder), name="tiny", decoder=decoder))
     ids = np.random.default_rng(1).integers(20, 380, 256).astype(np.int32)
     found = trainer.logprobs(None, RenderedInput(ids))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -105,7 +106,18 @@ def test_queries_that_grow_with_their_position_are_trained_as_transformers_compu
         logprobs = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0].log_softmax(-1)
     wanted = logprobs[:-1].gather(1, torch.from_numpy(ids[1:].astype(np.int64))[:, None])[:, 0]
     np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
-    assert "written-out" in HFTrainer(TrainerConfig(str(folder), name="tiny", max_context_length=64)).trains
+
+
+def test_queries_that_do_not_grow_are_refused_where_transformers_makes_them_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(take_layers, "query_scale", lambda attention: None)
+    folder = scaled_queries(tmp_path / "model")
+    with pytest.raises(UnsupportedError, match="from position 64 on, queries or keys of layer 0 differ from transform"):
+        HFTrainer(TrainerConfig(str(folder), name="tiny", decoder="written-out"))
+    assert "autograd" in HFTrainer(TrainerConfig(str(folder), name="tiny")).trains
+    short = HFTrainer(TrainerConfig(str(folder), name="tiny", decoder="written-out", max_context_length=64))
+    assert short.max_context_length == 64
 
 
 def test_what_is_measured_follows_the_frequencies_of_each_kind_of_layer(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ TEXT_KINDS = (
     "minimax_m2",
     "qwen3_next",
 )
-VISION_KINDS = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "gemma3")
+VISION_KINDS = ("qwen3_vl", "qwen3_vl_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "gemma3")
 ALIASES = {"text": "qwen3", "vl": "qwen3_vl"}
 
 

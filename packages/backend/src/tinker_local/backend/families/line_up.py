@@ -112,7 +112,9 @@ SEEING: Sequence[str] = (
     "llava",
     "llava_next",
     "mistral3",
-    "qwen2_vl",
     "smolvlm",
 )
 """The same of those that read images."""
+
+SEEING_BY_AUTOGRAD: Sequence[str] = ("exaone4_5",)
+"""Of these, those whose layers are not written out."""

@@ -23,6 +23,7 @@ from tinker_local.backend.tiny_models.processors import (
     GEMMA3_PATCHES,
     GEMMA3_POOLING,
     QWEN2_5_VL,
+    QWEN2_VL,
     QWEN3_VL,
     TEMPORAL_PATCH_SIZE,
     ProcessorSettings,
@@ -43,7 +44,7 @@ from tinker_local.backend.tiny_models.text_families import (
 from tinker_local.backend.tiny_models.tokenizer import write_tokenizer
 from tinker_local.backend.tiny_models.weights import write_weights
 
-VisionFamilyName = Literal["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "gemma3"]
+VisionFamilyName = Literal["qwen3_vl", "qwen3_vl_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "gemma3"]
 
 _ROPE_THETA = 1e6
 
@@ -119,9 +120,10 @@ def make_tiny_vl_model(
         text, settings = text or QWEN3_5_SHAPE, QWEN3_VL  # the tower and its processor are Qwen3-VL's
         model = _qwen3_5(text, vision, settings, tie_word_embeddings, experts=family == "qwen3_5_moe")
     else:
-        # Qwen2.5-VL has no setting for the head size: attention is as wide as the hidden state.
-        text, settings = text or TextShape(hidden_size=128), QWEN2_5_VL
-        model = _qwen2_5_vl(text, vision, settings, tie_word_embeddings)
+        # These have no setting for the head size: attention is as wide as the hidden state.
+        make, settings = (_qwen2_vl, QWEN2_VL) if family == "qwen2_vl" else (_qwen2_5_vl, QWEN2_5_VL)
+        text = text or TextShape(hidden_size=128)
+        model = make(text, vision, settings, tie_word_embeddings)
     claim_folder(out)
     write_tokenizer(out, QWEN, text.max_position_embeddings)
     as_held = family == "qwen3_5_moe"  # as its published checkpoints are
@@ -334,3 +336,20 @@ def _qwen2_5_vl(text: TextShape, vision: VisionShape, settings: ProcessorSetting
         **_image_token_ids(),
     )
     return instantiate(Qwen2_5_VLForConditionalGeneration, config)
+
+
+def _qwen2_vl(text: TextShape, vision: VisionShape, settings: ProcessorSettings, tie_word_embeddings: bool) -> Any:
+    """The config of its tower calls the hidden size of the text so, and its own `embed_dim`."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    _check_attention_width("Qwen2-VL", text)
+    tower, ratio = _vision_settings(text, vision, settings), vision.intermediate_size // vision.hidden_size
+    del tower["intermediate_size"], tower["out_hidden_size"]
+    config = Qwen2VLConfig(
+        text_config={**text_settings(text, QWEN), "rope_parameters": _rope_parameters(text.head_dim)},
+        vision_config={**tower, "embed_dim": vision.hidden_size, "mlp_ratio": ratio, "hidden_size": text.hidden_size},
+        tie_word_embeddings=tie_word_embeddings,
+        dtype="float32",
+        **_image_token_ids(),
+    )
+    return instantiate(Qwen2VLForConditionalGeneration, config)

@@ -1,6 +1,6 @@
 """Image and video processor settings of the vision-language families, as their published checkpoints have them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tinker_local.backend.tiny_models.shapes import VisionShape
@@ -29,13 +29,14 @@ QWEN3_VL = ProcessorSettings(
     video_processor_class="Qwen3VLVideoProcessor",
 )
 # CLIP's colour statistics.
-QWEN2_5_VL = ProcessorSettings(
+QWEN2_VL = ProcessorSettings(
     patch_size=14,
     mean=(0.48145466, 0.4578275, 0.40821073),
     std=(0.26862954, 0.26130258, 0.27577711),
-    processor_class="Qwen2_5_VLProcessor",
+    processor_class="Qwen2VLProcessor",
     video_processor_class="Qwen2VLVideoProcessor",
 )
+QWEN2_5_VL = replace(QWEN2_VL, processor_class="Qwen2_5_VLProcessor")
 
 
 def write_processors(out: Path, settings: ProcessorSettings, vision: VisionShape) -> None:

@@ -81,11 +81,12 @@ class VisionTower:
     def sizes(self, itemsize: int) -> TowerSizes:
         """For the plan of a GPU's memory, with activations of `itemsize` bytes. A block's backward has about what
         autograd keeps of it, among that rotated queries and keys in float32, and its gradients."""
-        config = self._tower.config
-        hidden, merged = config.hidden_size, config.spatial_merge_size**2
+        blocks, merged = self._tower.blocks, self._tower.config.spatial_merge_size**2
+        linear = [module for module in blocks[0].mlp.modules() if isinstance(module, torch.nn.Linear)]
+        hidden, wide = linear[0].in_features, linear[0].out_features  # fields of configs have several names
         widths = sum(target.inputs + target.outputs for target in self.targets)
-        backward = merged * (16 * hidden + 4 * config.intermediate_size) * itemsize
-        return TowerSizes(widths, merged * len(self._tower.blocks) * hidden * itemsize, backward)
+        backward = merged * (16 * hidden + 4 * wide) * itemsize
+        return TowerSizes(widths, merged * len(blocks) * hidden * itemsize, backward)
 
     def _features(self, images: Sequence[RenderedImage]) -> ImageFeatures:
         self.images_encoded += len(images)

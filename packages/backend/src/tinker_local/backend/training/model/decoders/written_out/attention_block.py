@@ -1,15 +1,15 @@
 """Attention with rotary positions, forward and backward.
 
-    y = x + norm'(O (attend(rope(norm(Q n)), rope(norm(K n)), V n) * sigmoid(G n)))        n = norm(x)
+    y = x + norm'(O (attend(s rope(norm(Q n)), rope(norm(K n)), V n) * sigmoid(G n)))        n = norm(x)
 
 Each of Q, K, V, O is a frozen matrix plus the adapters' low rank; the norms of queries and keys, which are of each
 head or of all heads together, and norm' are optional. So is the gate G: its rows are those of Q's matrix, head by head
-after the query's. Legend: T tokens, H hidden size, N query heads, M
+after the query's. s is 1 or depends on the position (`query_scale`). Legend: T tokens, H hidden size, N query heads, M
 key-value heads, D head size, g = 2 with a gate and else 1, p projections of a group, R columns of adapters.
 """
 
 import sys
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from tinker_local.backend.training.lora.lora_batch import project, project_backw
 from tinker_local.backend.training.model.attention import attend, attend_backward
 from tinker_local.backend.training.model.attention_rule import AttentionRule
 from tinker_local.backend.training.model.decoders.written_out.block import (
+    Angles,
     LayerPart,
     NormAfter,
     RowContext,
@@ -30,6 +31,7 @@ from tinker_local.backend.training.run.block_memory import BlockMemory, attentio
 from tinker_local.backend.weights.dense import concatenated
 from tinker_local.backend.weights.frozen_matrix import FrozenMatrix
 from tinker_local.backend.weights.joined_names import QKV
+from tinker_local.types import UnsupportedError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,8 +205,8 @@ class AttentionPass:
         )
         to_query, to_key, to_value = block.split_heads(grad_qkv)
         raw_query, raw_key, _ = block.split_heads(qkv)
-        self._turn_back(grad_query, raw_query, block.q_norm, to_query)
-        self._turn_back(grad_key, raw_key, block.k_norm, to_key)
+        self._turn_back(grad_query, raw_query, block.q_norm, c.query_angles[block.rotary], to_query)
+        self._turn_back(grad_key, raw_key, block.k_norm, c.angles[block.rotary], to_key)
         to_value.copy_(grad_value)
         n = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
         low_rank = c.lora.group("attention.qkv", block.index)
@@ -239,25 +241,26 @@ class AttentionPass:
         turn pairs, the numbers of queries and keys are in another order, in which they have the same products."""
         block = self.block
         query, key, value = block.split_heads(qkv)
-        return self._turned(query, block.q_norm), self._turned(key, block.k_norm), value
+        angles, query_angles = self.context.angles[block.rotary], self.context.query_angles[block.rotary]
+        return self._turned(query, block.q_norm, query_angles), self._turned(key, block.k_norm, angles), value
 
-    def _turned(self, heads: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+    def _turned(self, heads: torch.Tensor, norm: torch.Tensor | None, angles: Angles) -> torch.Tensor:
         """`heads` [T, N, D] with their norm and positions."""
         block, kernels = self.block, self.context.kernels
         if block.norms_all and norm is not None:
             heads, norm = kernels.rms_norm(heads.flatten(1).contiguous(), norm, block.epsilon).view(heads.shape), None
-        cos, sin = self.context.angles[block.rotary]
+        cos, sin = angles
         if block.pairs:
             heads = _in_halves(heads, cos.shape[-1])
             norm = None if norm is None else _in_halves(norm, cos.shape[-1])
         return kernels.norm_rope(heads, norm, block.epsilon, cos, sin)
 
     def _turn_back(
-        self, grad: torch.Tensor, heads: torch.Tensor, norm: torch.Tensor | None, result: torch.Tensor
+        self, grad: torch.Tensor, heads: torch.Tensor, norm: torch.Tensor | None, angles: Angles, result: torch.Tensor
     ) -> None:
         """Write to `result` the gradient of `heads` [T, N, D] from that of what `_turned` makes of them."""
         block, kernels = self.block, self.context.kernels
-        cos, sin = self.context.angles[block.rotary]
+        cos, sin = angles
         all_heads = block.norms_all and norm is not None
         of_head = None if all_heads else norm
         if not (all_heads or block.pairs):
@@ -277,9 +280,32 @@ class AttentionPass:
         result.copy_(turned)
 
 
+QueryScale = Callable[[torch.Tensor], torch.Tensor]
+"""What multiplies the queries of positions [T], [T]."""
+
+
+def query_scale(attention: Any) -> QueryScale | None:
+    """Of transformers' module; None for queries that are as they were turned. Ministral 3's grow with the logarithm of
+    their position."""
+    formula = getattr(sys.modules[type(attention).__module__], "get_llama_4_attn_scale", None)
+    if formula is None:
+        return None
+    rope = attention.config.rope_parameters
+    given = [rope.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings")]
+    if None in given:
+        raise UnsupportedError(f"its queries depend on positions as rope_parameters says, which is {rope}")
+
+    def scale(positions: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = formula(positions[None], *given)[0, 0, :, 0]
+        return found
+
+    return scale
+
+
 def _turns_pairs(attention: Any) -> bool:
     """Whether the positions of transformers' module turn numbers that lie side by side."""
-    rotate = getattr(sys.modules[type(attention).__module__], "rotate_half", None)
+    module = sys.modules[type(attention).__module__]
+    rotate = getattr(module, "rotate_half_llm", getattr(module, "rotate_half", None))  # the tower's has the usual name
     return rotate is not None and rotate(torch.arange(4, device="cpu")).tolist() == [-1, 0, -3, 2]
 
 

@@ -22,15 +22,20 @@ from tinker_local.backend.weights.frozen_matrix import MakeMatrix
 
 Kept = TypeVar("Kept")
 
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowContext:
     """Shared by all blocks of a micro-batch. `angles`: cos and sin [T, rotary] of the positions, for the first `rotary`
-    of the D numbers of a head, by the kind of layer; under None if all layers have the same."""
+    of the D numbers of a head, by the kind of layer; under None if all layers have the same. `query_angles`: the same
+    for queries, with what multiplies them."""
 
     kernels: Kernels
     segments: Segments
-    angles: Mapping[str | None, tuple[torch.Tensor, torch.Tensor]]
+    angles: Mapping[str | None, Angles]
+    query_angles: Mapping[str | None, Angles]
     lora: LoraBatch
 
 

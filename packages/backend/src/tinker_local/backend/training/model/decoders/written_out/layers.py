@@ -14,8 +14,13 @@ from tinker_local.backend.training.kernels.kernels import Kernels
 from tinker_local.backend.training.lora.lora import check_distinct
 from tinker_local.backend.training.lora.lora_batch import LoraBatch
 from tinker_local.backend.training.model.decoder import PackedRow
-from tinker_local.backend.training.model.decoders.written_out.attention_block import AttentionBlock, AttentionPass
+from tinker_local.backend.training.model.decoders.written_out.attention_block import (
+    AttentionBlock,
+    AttentionPass,
+    QueryScale,
+)
 from tinker_local.backend.training.model.decoders.written_out.block import (
+    Angles,
     Block,
     BlockPass,
     RowContext,
@@ -35,10 +40,14 @@ Attended = tuple[torch.Tensor, torch.Tensor | None]
 """What attention put out: `attended` and `logsumexp` of an `AttentionPass`."""
 
 
+_TWICE_IN_A_ROW = {"Glm4vTextRotaryEmbedding", "GlmOcrTextRotaryEmbedding"}
+"""transformers' modules that give each angle twice in a row. Others give all of them twice, also for pairs."""
+
+
 class WrittenOutDecoder:
     """Implements `training.decoder.Decoder` for layers made of known blocks. `dtype`: of activations; `norm` [H]:
     weight of the last norm; `rotary(embeds, position_ids)`: transformers' module for cos and sin, which has one more
-    argument where layers of different `kinds` turn by different angles."""
+    argument where layers of different `kinds` turn by different angles; `query_scale`: of all layers."""
 
     name: DecoderName = "written-out"
 
@@ -51,6 +60,7 @@ class WrittenOutDecoder:
         rotary: Any,
         kinds: Sequence[str | None],
         kernels: Kernels,
+        query_scale: QueryScale | None = None,
     ) -> None:
         self.layers = layers
         self.dtype = dtype
@@ -59,6 +69,7 @@ class WrittenOutDecoder:
         self.rotary = rotary
         self.kinds = kinds
         self.kernels = kernels
+        self.query_scale = query_scale
         self.targets = [target for layer in layers for block in layer for target in block.targets]
         self.least_segment = CHUNK if any(isinstance(block, DeltaBlock) for layer in layers for block in layer) else 1
         check_distinct(self.targets)
@@ -67,8 +78,7 @@ class WrittenOutDecoder:
         self, row: PackedRow, lora: LoraBatch, policy: RecomputePolicy | None, walk: Walk = RESIDENT
     ) -> "WrittenOutPass":
         """See `Decoder.forward`."""
-        angles = {kind: self._angles(row, kind) for kind in self.kinds}
-        context = RowContext(self.kernels, row.segments, angles, lora)
+        context = self._context(row, lora)
         x = row.embeds
         kept: list[_KeptLayer] = []
         for index, layer in enumerate(self.layers):
@@ -83,13 +93,24 @@ class WrittenOutDecoder:
         hidden = self.kernels.rms_norm(x, self.norm, self.epsilon)
         return WrittenOutPass(self, row if row.grad_deepstack else None, context, walk, hidden, x, kept)
 
-    def _angles(self, row: PackedRow, kind: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [T, rotary]; some of transformers' modules give those of the first half alone."""
+    def _context(self, row: PackedRow, lora: LoraBatch) -> RowContext:
+        angles = {kind: self._angles(row, kind) for kind in self.kinds}
+        if self.query_scale is None:
+            return RowContext(self.kernels, row.segments, angles, angles, lora)
+        scale = self.query_scale(row.position_ids.flatten())[:, None]
+        # Not rounded to 16 bits, as vLLM does not.
+        scaled = {kind: (scale * cos, scale * sin) for kind, (cos, sin) in angles.items()}
+        return RowContext(self.kernels, row.segments, angles, scaled, lora)
+
+    def _angles(self, row: PackedRow, kind: str | None) -> Angles:
+        """cos and sin [T, rotary], first those of one half; some of transformers' modules give these alone."""
         of_kind = () if kind is None else (kind,)
         frequencies = getattr(self.rotary, "_".join([*of_kind, "inv_freq"]))
         cos, sin = (each.squeeze(0) for each in self.rotary(row.embeds, row.position_ids, *of_kind))
         if cos.shape[-1] == len(frequencies):
             cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
+        if type(self.rotary).__name__ in _TWICE_IN_A_ROW:
+            cos, sin = (each.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for each in (cos, sin))
         return cos, sin
 
     def rotations(self, layers: Sequence[int] | None, position_ids: torch.Tensor) -> Rotations:
@@ -99,8 +120,7 @@ class WrittenOutDecoder:
             torch.zeros(length, 1, dtype=self.dtype, device=place), position_ids, Segments((length,), place)
         )
         lora = LoraBatch({}, [], self.dtype, torch.float32, gradient=False)
-        angles = {kind: self._angles(row, kind) for kind in self.kinds}
-        context = RowContext(self.kernels, row.segments, angles, lora)
+        context = self._context(row, lora)
         blocks = {index: layer[0] for index, layer in enumerate(self.layers) if layers is None or index in layers}
         return {
             index: rotation(*block.rotated(context))

@@ -30,8 +30,9 @@ from tinker_local.types import UnsupportedError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MlpBlock:
-    """The weights of MLP block `index`: `gate_up` [2 I, H], joined, gate first; `down` [H, I]; `norm` [H]; `scale`
-    [1, H]: g, or None. `kind`: what the names of its groups begin with. `after`: norm', if the family has it."""
+    """The weights of MLP block `index`: `gate_up` [2 I, H], gate first; `down` [H, I]; `norm` [H]; `scale`
+    [1, H]: g, or None. `kind`: what the names of its groups begin with. `after`: norm', if the family has it. Gate and
+    up are two projections for adapters, or one where they are one module of the family."""
 
     index: int
     norm: torch.Tensor
@@ -45,13 +46,15 @@ class MlpBlock:
     after: NormAfter | None = None
 
     module: ClassVar[str] = "mlp"
-    parameters: ClassVar[Set[str]] = frozenset({"gate_proj.weight", "up_proj.weight", "down_proj.weight"})
+    parameters: ClassVar[Set[str]] = frozenset(
+        {"gate_proj.weight", "up_proj.weight", "gate_up_proj.weight", "down_proj.weight"}
+    )
     norm_after: ClassVar[bool] = True
 
     @classmethod
     def recognises(cls, part: LayerPart) -> bool:
         """See `Block.recognises`."""
-        return all(hasattr(part.module, name) for name in (*GATE_UP.parts, "down_proj"))
+        return all(hasattr(part.module, name) for name in (*_gate_up(part.module), "down_proj"))
 
     @classmethod
     def take(cls, part: LayerPart) -> "MlpBlock":
@@ -69,12 +72,12 @@ class MlpBlock:
     ) -> "MlpBlock":
         """Make the block from a part."""
         weight, epsilon = norm_weight(part.before)
-        groups = {"gate_up": GATE_UP.parts, "down": ("down_proj",)}
+        groups = {"gate_up": _gate_up(part.module), "down": ("down_proj",)}
         return cls(
             index=part.index,
             norm=weight,
             epsilon=epsilon,
-            gate_up=part.make(GATE_UP.modules(part.module)),
+            gate_up=part.make([getattr(part.module, name) for name in groups["gate_up"]]),
             down=part.make([part.module.down_proj]),
             targets=tuple(
                 Target.of(f"{part.path}.{name}", f"{kind}.{group}", part.index, getattr(part.module, name), "mlp")
@@ -91,6 +94,10 @@ class MlpBlock:
         """Create a pass over `x` [T, H]."""
         return MlpPass(self, context, x)
 
+    def parts(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Split the joined output [T, 2 I] into those of the projections."""
+        return whole(gate_up) if len(self.targets) == 2 else tuple(gate_up.chunk(2, dim=-1))
+
     def memory(self, tokens: int, columns: int, itemsize: int) -> BlockMemory:
         """See `Block.memory`."""
         found = mlp_memory(tokens, columns, itemsize, intermediate=self.gate_up.outputs // 2)
@@ -99,7 +106,7 @@ class MlpBlock:
 
 @dataclass(slots=True, eq=False)
 class MlpPass:
-    """`gate_up` [T, 2 I]; `s` [T, 1], None for 1; `h_gate_up` [T, 2, R] and `h_down` [T, 1, R]: h of the adapters.
+    """`gate_up` [T, 2 I]; `s` [T, 1], None for 1; `h_gate_up` [T, p, R] and `h_down` [T, 1, R]: h of the adapters.
     `update` [T, H]: before the norm after."""
 
     block: MlpBlock
@@ -154,7 +161,7 @@ class MlpPass:
         del grad_scaled, grad_a, a
         m = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
         low_rank = c.lora.group(f"{block.kind}.gate_up", block.index)
-        grad_m = project_backward(grad_gate_up, m, block.gate_up, low_rank, self.h_gate_up, _halves)
+        grad_m = project_backward(grad_gate_up, m, block.gate_up, low_rank, self.h_gate_up, block.parts)
         if grad_g is not None and block.scale is not None:
             block.scale.add_back(grad_m, grad_g)
         return c.kernels.rms_norm_backward(grad_m, self.x, block.norm, block.epsilon, grad if onto is None else onto)
@@ -163,7 +170,7 @@ class MlpPass:
         block, c = self.block, self.context
         m = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
         low_rank = c.lora.group(f"{block.kind}.gate_up", block.index)
-        self.h_gate_up, self.gate_up = project(m, block.gate_up, None, low_rank, _halves)
+        self.h_gate_up, self.gate_up = project(m, block.gate_up, None, low_rank, block.parts)
         if block.scale is not None:
             self.s = block.scale.times(m).sigmoid()
         return self.gate_up
@@ -184,12 +191,13 @@ class MlpPass:
 
 def activation_of(mlp: Any, where: str) -> Activation:
     """Of the gate of transformers' `mlp`, by what it computes: names in configs differ, and some are not used."""
-    x = torch.linspace(-4, 4, 65)
+    x, activation = torch.linspace(-4, 4, 65), getattr(mlp, "act_fn", None) or mlp.activation_fn
     for name in ACTIVATIONS:
-        if torch.allclose(mlp.act_fn(x), activated(x, name), rtol=0, atol=1e-6):
+        if torch.allclose(activation(x), activated(x, name), rtol=0, atol=1e-6):
             return name
-    raise UnsupportedError(f"{where}: {type(mlp.act_fn).__name__} is none of {', '.join(ACTIVATIONS)}")
+    raise UnsupportedError(f"{where}: {type(activation).__name__} is none of {', '.join(ACTIVATIONS)}")
 
 
-def _halves(joint: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(joint.chunk(2, dim=-1))
+def _gate_up(mlp: Any) -> tuple[str, ...]:
+    """What transformers calls the projections of gate and up."""
+    return ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else GATE_UP.parts

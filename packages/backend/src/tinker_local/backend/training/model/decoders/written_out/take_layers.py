@@ -8,7 +8,7 @@ from typing import Any
 from tinker_local.backend.families.family import Experts
 from tinker_local.backend.training.kernels.kernels import Kernels
 from tinker_local.backend.training.model.decoders.packed_attention import attention_rules
-from tinker_local.backend.training.model.decoders.written_out.attention_block import AttentionBlock
+from tinker_local.backend.training.model.decoders.written_out.attention_block import AttentionBlock, query_scale
 from tinker_local.backend.training.model.decoders.written_out.block import Block, LayerPart, norm_weight
 from tinker_local.backend.training.model.decoders.written_out.delta_block import DeltaBlock
 from tinker_local.backend.training.model.decoders.written_out.experts_block import ExpertsBlock
@@ -24,11 +24,13 @@ BLOCKS: tuple[type[Block], ...] = (AttentionBlock, DeltaBlock, ExpertsBlock, Mlp
 """All kinds of blocks. The first that recognises a part of a layer takes it."""
 
 _MLP = "mlp"
-_BEFORE = ("input_layernorm", "post_attention_layernorm")
-"""The norms before attention and before the MLP."""
-_BEFORE_OF_TWO = ("input_layernorm", "pre_feedforward_layernorm")
-_AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
-"""The same, and those after both, where a layer has four norms."""
+_NORMS = (
+    (("input_layernorm", "pre_feedforward_layernorm"), ("post_attention_layernorm", "post_feedforward_layernorm")),
+    (("input_layernorm", "post_attention_layernorm"), ("post_self_attn_layernorm", "post_mlp_layernorm")),
+    (("input_layernorm", "post_attention_layernorm"), (None, None)),
+)
+"""The norms before attention and before the MLP, and those after both: Gemma's, GLM's, and those of most models. The
+first of which a layer has all are its own."""
 _ONE_PLUS = {
     *("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"),
     *("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"),
@@ -65,6 +67,7 @@ def take_layers(
             block = _block_for(part, f"layer {index}")
             found[-1].append((block, replace(part, index=counts[block])))
             counts[block] += 1
+    scales = [query_scale(part.module) for parts in found for block, part in parts if block is AttentionBlock]
     rules = attention_rules(decoder, weights)
     layers = []
     with weights.walk(backward=False) as walk:
@@ -73,7 +76,10 @@ def take_layers(
             layers.append([block.take(replace(part, rule=rules.get(id(part.module)))) for block, part in parts])
     norm, epsilon = norm_weight(decoder.norm)
     kinds = sorted(set(several or [None]))
-    return WrittenOutDecoder(layers, decoder.norm.weight.dtype, norm, epsilon, decoder.rotary_emb, kinds, kernels)
+    scale = scales[0] if scales else None  # of all layers, which share their class and config
+    return WrittenOutDecoder(
+        layers, decoder.norm.weight.dtype, norm, epsilon, decoder.rotary_emb, kinds, kernels, scale
+    )
 
 
 def _parts(
@@ -81,8 +87,8 @@ def _parts(
 ) -> Iterator[LayerPart]:
     """Attention (or what stands in its place) and MLP of a layer."""
     children = {name: module for name, module in layer.named_children() if any(True for _ in module.parameters())}
-    four = children.keys() >= {*_BEFORE_OF_TWO, *_AFTER}
-    before, after = (_BEFORE_OF_TWO, _AFTER) if four else (_BEFORE, (None, None))
+    has_all = (names for names in _NORMS if children.keys() >= {*names[0], *names[1]} - {None})
+    before, after = next(has_all, _NORMS[-1])
     norms = [name for name in (*before, *after) if name is not None]
     mixers = [block.module for block in BLOCKS if block.module != _MLP]
     first = next((name for name in mixers if name in children), mixers[0])
