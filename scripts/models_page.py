@@ -48,8 +48,9 @@ is in a prompt: which tokens, ends of rows and marks of tiles among them, and wh
 make the same of each picture, otherwise the request is refused with the difference. Its own code computes features and
 positions. The tower stays frozen. At the start the trainer is compared with transformers' whole forward, on pictures of
 four shapes, between, before and behind texts, and two in a prompt, and trainer and sampler on several shapes; a model
-that differs is refused with the prompt, the position and both numbers. Tests have seen these agree, with gradients of
-adapters that are transformers' in float64 (the processor of SmolVLM needs the package `num2words`):
+that differs is refused with the prompt, the position and both numbers. Routed experts are trained in `glm4v_moe`, and
+where the language model is a `qwen3_moe`, as that of InternVL 3.5 30B-A3B. Tests have seen these agree, with gradients
+of adapters that are transformers' in float64 (the processor of SmolVLM needs the package `num2words`):
 """
 REFUSED = """
 ### Refused
@@ -59,8 +60,8 @@ REFUSED = """
 - models of whose logits transformers' class leaves out a part (Granite vision, `cohere2_vision`);
 - models whose layers do not pass their arguments on to attention (`nemotron`, `stablelm`), or compute it by other
   functions than transformers' common ones, or have convolutions along the sequence (`falcon_h1`, `lfm2`);
-- mixtures of experts that are not in the table above (`mixtral`, `olmoe`, `granitemoe`, `qwen3_next`, `minimax`):
-  adapters train routed experts in the architectures of the table alone;
+- mixtures of experts that are not named above (`granitemoe`, `minimax`): adapters train routed experts in those
+  architectures alone;
 """
 NAMES = """
 ## Names

@@ -49,11 +49,16 @@ from tinker_local.types import (
 )
 
 from tests.e2e.test_models_that_see import SERVED
+from tests.families.test_experts import Merged
+from tests.float64 import InFloat64
 
 pytestmark = pytest.mark.more
 
 DECODERS = {"idefics3": "model.text_model", "smolvlm": "model.text_model"}
 """Paths of language models that are not `model.language_model`."""
+
+WITH_EXPERTS = ("glm4v_moe", "internvl3_5_moe")
+"""Architectures with routed experts."""
 
 REFUSED = {
     "lfm2_vl": r"model\.language_model\.layers\.0\.conv\.conv is a convolution along the sequence",
@@ -63,7 +68,6 @@ REFUSED = {
     "llava_onevision": r"vLLM runs it as LlavaOnevisionForConditionalGeneration, which takes no adapters",
     "cohere2_vision": r"has logit_scale 0\.\d+, which transformers' Cohere2VisionForConditionalGeneration leaves out",
     "granite_vision": r"has logits_scaling 2\.0, which transformers' LlavaNextForConditionalGeneration leaves out",
-    "glm4v_moe": r"model\.language_model\.layers\.1\.mlp\.experts has 8 routed experts",
     "llama4": r"Llama4ForConditionalGeneration has no parts `model` and `lm_head`",
 }
 """Architectures, and why `check` says that they cannot be served."""
@@ -129,7 +133,17 @@ def datum(given: RenderedInput) -> TrainDatum:
     return TrainDatum(shown, given.token_ids[1:].astype(np.int64), {"weights": weights[1:]})
 
 
-@pytest.mark.parametrize("architecture", SERVED)
+def learnt(folder: Path) -> list[TrainDatum]:
+    """Texts and pictures."""
+    return [
+        datum(rendered(folder, [*range(30, 41)], (120, 60), [*range(50, 67)])),
+        datum(rendered(folder, [*range(30, 41)], (120, 60), [*range(50, 60), 20, 21])),  # begins alike, picture and all
+        datum(rendered(folder, [*range(70, 80)])),
+        datum(rendered(folder, (60, 100), [30, 41, 52], (64, 64), [*range(90, 99)])),
+    ]
+
+
+@pytest.mark.parametrize("architecture", [each for each in SERVED if each not in WITH_EXPERTS])
 def test_gradients_of_adapters_on_rows_with_pictures_are_transformers(architecture: str, folders: Any) -> None:
     """All in one row, against transformers' whole forward and autograd, one after the other, in float64."""
     folder = folders(architecture)
@@ -139,12 +153,7 @@ def test_gradients_of_adapters_on_rows_with_pictures_are_transformers(architectu
     trainer = trainer_of(folder, dtype="float64")
     trainer.create_adapter("fresh", LoraConfig(rank=2, seed=1))
     state = with_random_b(trainer.capture("fresh", optimizer=False))
-    data = [
-        datum(rendered(folder, [*range(30, 41)], (120, 60), [*range(50, 67)])),
-        datum(rendered(folder, [*range(30, 41)], (120, 60), [*range(50, 60), 20, 21])),  # begins alike, picture and all
-        datum(rendered(folder, [*range(70, 80)])),
-        datum(rendered(folder, (60, 100), [30, 41, 52], (64, 64), [*range(90, 99)])),
-    ]
+    data = learnt(folder)
     trainer.load_adapter("a", state)
     (result,) = trainer.forward_backward([TrainWork("a", data, "cross_entropy")])
     assert not isinstance(result, Exception)
@@ -160,7 +169,34 @@ def test_gradients_of_adapters_on_rows_with_pictures_are_transformers(architectu
     assert any(np.abs(gradient).max() > 1e-3 for gradient in ours.values())
 
 
-@pytest.mark.parametrize("architecture", ["idefics3", "mistral3"])
+@pytest.mark.parametrize("decoder", ["written-out", "autograd"])
+@pytest.mark.parametrize("architecture", WITH_EXPERTS)
+def test_gradients_of_experts_on_rows_with_pictures_are_transformers(
+    architecture: str, decoder: Any, folders: Any
+) -> None:
+    """The same with adapters added to transformers' weights, experts among them."""
+    folder = folders(architecture)
+    data = learnt(folder)
+    with InFloat64():
+        trainer = trainer_of(folder, dtype="float64", decoder=decoder)
+        trainer.create_adapter("fresh", LoraConfig(rank=2, seed=1))
+        trainer.load_adapter("a", with_random_b(trainer.capture("fresh", optimizer=False)))
+        (result,) = trainer.forward_backward([TrainWork("a", data, "cross_entropy")])
+        assert not isinstance(result, Exception)
+        adapter = trainer._adapters["a"]
+        merged = Merged(trainer)
+        for each, output in zip(data, result.outputs, strict=True):
+            rows = merged.logprobs("a", each.input)
+            logprobs = rows.gather(1, torch.from_numpy(each.target_tokens)[:, None])[:, 0]
+            (-(torch.from_numpy(each.loss_inputs["weights"]) * logprobs).sum()).backward()
+            assert np.abs(output["logprobs"] - logprobs.detach().numpy()).max() < 1e-5
+    assert adapter.gradient is not None
+    for spec in adapter.specs:
+        theirs, ours = merged.leaves["a"][spec.name].grad, spec.view(adapter.gradient)
+        assert float((ours - theirs).norm()) < 1e-5 * float(theirs.norm()), spec.name
+
+
+@pytest.mark.parametrize("architecture", ["idefics3", "mistral3", *WITH_EXPERTS])
 def test_a_packed_base_is_one_copy_for_both_engines(architecture: str, folders: Any, tmp_path: Path) -> None:
     """vLLM names the layers of Idefics 3 otherwise, and Pixtral's tower makes tables where it finds its weights."""
     said: list[str] = []

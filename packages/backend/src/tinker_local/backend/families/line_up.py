@@ -106,6 +106,7 @@ OTHERS: Sequence[str] = (
 SEEING: Sequence[str] = (
     "exaone4_5",
     "glm4v",
+    "glm4v_moe",
     "glm_ocr",
     "idefics3",
     "internvl",

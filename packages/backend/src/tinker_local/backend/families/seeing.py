@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.families import glm4_moe
 from tinker_local.backend.families.family import (
+    Experts,
     Family,
     ImageFeatures,
     LoraNames,
@@ -37,6 +39,9 @@ NO_TOWER_TRAINING = (
     "this architecture has no family here, and the towers of such models are computed by transformers' class without "
     "adapters"
 )
+
+_EXPERTS: Mapping[str, Experts] = {"glm4v_moe_text": glm4_moe.EXPERTS, "qwen3_moe": Experts()}
+"""Of the text configs with routed experts that adapters train, by their `model_type`."""
 
 KINDS = "mm_token_type_ids"
 """What transformers' forwards call the argument that says which positions are images, [1, N]."""
@@ -88,7 +93,7 @@ def seeing_family(model_type: str, where: str) -> Family:
     model = _without_values(where)
     _check_sight(model.config, where)
     _check_logits(model, where)
-    parts = parts_of(model, where)
+    parts, text = parts_of(model, where), model.config.get_text_config()
     return Family(
         auto_class=AUTO_CLASS,
         decoder_path=parts.decoder,
@@ -104,7 +109,7 @@ def seeing_family(model_type: str, where: str) -> Family:
             found=str(parts),
             touching=not parts.rope_index,
         ),
-        lora=LoraNames(attn=(), mlp=(), every_linear=True),
+        lora=LoraNames(attn=(), mlp=(), every_linear=True, experts=_EXPERTS.get(text.model_type)),
         logits=None,
         vllm_head=VLLMHead(),
         model_type=model_type,

@@ -113,7 +113,8 @@ def name_stacked_modules(config: Any, _: int) -> None:
     if getattr(text, "mlp_only_layers", None) or getattr(text, "decoder_sparse_step", 1) > 1:
         stacked[GATE_UP.vllm] = [*GATE_UP.parts]
     found = class_of_model(config)
-    found.packed_modules_mapping = {**stacked, **found.packed_modules_mapping}
+    if found.packed_modules_mapping:  # otherwise vLLM asks the classes of its parts
+        found.packed_modules_mapping = {**stacked, **found.packed_modules_mapping}
     if experts.block != "mlp":
         renamed = WeightsMapper(orig_to_new_substr={".mlp.experts.": experts.path_in_files(".mlp.experts.")})
         found.hf_to_vllm_mapper = getattr(found, "hf_to_vllm_mapper", WeightsMapper()) | renamed

@@ -175,7 +175,7 @@ def _check_layers(config: Any, family: Family, where: str) -> None:
             )
     for name, parameter in decoder.named_parameters(prefix=path):
         owner = model.get_submodule(name.rpartition(".")[0])
-        if parameter.dim() == 3 and not isinstance(owner, torch.nn.Conv1d):
+        if parameter.dim() == 3 and not isinstance(owner, torch.nn.Conv1d) and family.lora.experts is None:
             known = ", ".join(each for each, family in sorted(FAMILIES.items()) if family.lora.experts)
             raise UnsupportedError(
                 f"{where}: model_type {kind!r} is not supported: {name.rpartition('.')[0]} has {len(parameter)} routed "
