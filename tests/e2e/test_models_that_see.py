@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.more, pytest.mark.rotated(3)]
 SERVED = (
     *("llava", "llava_next", "internvl", "internvl3_5", "mistral3", "ministral3", "pixtral", "idefics3"),
     *("qwen2_vl", "glm4v", "glm_ocr", "exaone4_5", "glm4v_moe", "internvl3_5_moe"),
+    *("granite_vision", "lfm2_vl"),
     *(("smolvlm",) if find_spec("num2words") else ()),  # which its processor needs
 )
 """Architectures."""

@@ -104,6 +104,8 @@ def _fault_of_weights(source: ModelSource, options: BackendOptions, told: list[s
             _, family = check_for_engines(source.path, options)
             if family.vision is not None and family.vision.found:
                 told.append(f"reads images by transformers' class, from {family.vision.found}; towers stay frozen")
+            if family.left_out:
+                told.append(f"its logits have {family.left_out}, which transformers' class leaves out")
         except UnsupportedError as error:
             return str(error)
     return not_finite(stored_tensors(folder).values())
