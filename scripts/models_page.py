@@ -49,7 +49,9 @@ make the same of each picture, otherwise the request is refused with the differe
 positions. With `--train-vision` adapters train its tower, too, where vLLM takes them, and the start says where it does
 not. At the start the trainer is compared with transformers' whole forward, on pictures of
 four shapes, between, before and behind texts, and two in a prompt, and trainer and sampler on several shapes; a model
-that differs is refused with the prompt, the position and both numbers.
+that differs is refused with the prompt, the position and both numbers. Routed experts are trained in `glm4v_moe`, and
+where the language model is a `qwen3_moe`, as that of InternVL 3.5 30B-A3B. What transformers' class leaves out of the
+logits, and its language model's own class and vLLM do not, is computed: the scale of Granite vision, a `llava_next`.
 
 Layers are written out if all of their parts are, as those of LLaVA, InternVL, Idefics 3, GLM-4.1V, and of Mistral 3
 with either of its language models; the start says which decoder trains. Tests have seen these agree, with gradients of
@@ -58,13 +60,13 @@ adapters that are transformers' in float64:
 REFUSED = """
 ### Refused
 
-- models whose images see forward (`paligemma`, `gemma4`), but for Gemma 3;
-- models of which vLLM takes no adapters (`llava_onevision`), and models with sound;
-- models of whose logits transformers' class leaves out a part (Granite vision, `cohere2_vision`);
+- models whose images see forward (`gemma4`), but for Gemma 3; `paligemma`, where all of a prompt does, and in vLLM the
+  image alone;
+- models of which vLLM takes no adapters (`llava_onevision`, `cohere2_vision`), and models with sound;
 - models whose layers do not pass their arguments on to attention (`nemotron`, `stablelm`), or compute it by other
-  functions than transformers' common ones, or have convolutions along the sequence (`falcon_h1`, `lfm2`);
-- mixtures of experts that are not in the table above (`mixtral`, `olmoe`, `granitemoe`, `qwen3_next`, `minimax`):
-  adapters train routed experts in the architectures of the table alone;
+  functions than transformers' common ones, or have convolutions along the sequence that are not LFM2's (`falcon_h1`);
+- mixtures of experts that are not named above (`granitemoe`, `minimax`): adapters train routed experts in those
+  architectures alone;
 """
 NAMES = """
 ## Names

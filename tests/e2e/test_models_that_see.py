@@ -29,7 +29,8 @@ pytestmark = [pytest.mark.more, pytest.mark.rotated(3)]
 
 SERVED = (
     *("llava", "llava_next", "internvl", "internvl3_5", "mistral3", "ministral3", "pixtral", "idefics3"),
-    *("qwen2_vl", "glm4v", "glm_ocr", "exaone4_5", "smolvlm"),
+    *("qwen2_vl", "glm4v", "glm_ocr", "exaone4_5", "smolvlm", "glm4v_moe", "internvl3_5_moe"),
+    *("granite_vision", "lfm2_vl"),
 )
 """Architectures."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner
 from PIL import Image
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
@@ -49,6 +50,8 @@ from tinker_local.types import (
 )
 
 from tests.e2e.test_models_that_see import SERVED
+from tests.families.test_experts import Merged
+from tests.float64 import InFloat64
 
 pytestmark = pytest.mark.more
 
@@ -58,15 +61,15 @@ FOUND = tuple(each for each in SERVED if each not in FAMILIES)
 DECODERS = {"idefics3": "model.text_model", "smolvlm": "model.text_model"}
 """Paths of language models that are not `model.language_model`."""
 
+WITH_EXPERTS = ("glm4v_moe", "internvl3_5_moe")
+"""Architectures with routed experts."""
+
 REFUSED = {
-    "lfm2_vl": r"model\.language_model\.layers\.0\.conv\.conv is a convolution along the sequence",
-    "paligemma": r"positions see what follows them \(use_bidirectional_attention is True\)",
+    "paligemma": r"a prompt of PaliGemma sees all of itself, the text after the image too .* and vLLM lets the",
     "gemma4": r"its layers read embeddings of tokens beside model\.language_model\.embed_tokens",
     "gemma4_dense": r"positions see what follows them \(use_bidirectional_attention is 'vision'\)",
     "llava_onevision": r"vLLM runs it as LlavaOnevisionForConditionalGeneration, which takes no adapters",
-    "cohere2_vision": r"has logit_scale 0\.\d+, which transformers' Cohere2VisionForConditionalGeneration leaves out",
-    "granite_vision": r"has logits_scaling 2\.0, which transformers' LlavaNextForConditionalGeneration leaves out",
-    "glm4v_moe": r"model\.language_model\.layers\.1\.mlp\.experts has 8 routed experts",
+    "cohere2_vision": r"vLLM runs it as Cohere2VisionForConditionalGeneration, which takes no adapters",
     "llama4": r"Llama4ForConditionalGeneration has no parts `model` and `lm_head`",
 }
 """Architectures, and why `check` says that they cannot be served."""
@@ -132,7 +135,17 @@ def datum(given: RenderedInput) -> TrainDatum:
     return TrainDatum(shown, given.token_ids[1:].astype(np.int64), {"weights": weights[1:]})
 
 
-@pytest.mark.parametrize("architecture", FOUND)
+def learnt(folder: Path) -> list[TrainDatum]:
+    """Texts and pictures."""
+    return [
+        datum(rendered(folder, [*range(30, 41)], (120, 60), [*range(50, 67)])),
+        datum(rendered(folder, [*range(30, 41)], (120, 60), [*range(50, 60), 20, 21])),  # begins alike, picture and all
+        datum(rendered(folder, [*range(70, 80)])),
+        datum(rendered(folder, (60, 100), [30, 41, 52], (64, 64), [*range(90, 99)])),
+    ]
+
+
+@pytest.mark.parametrize("architecture", [each for each in FOUND if each not in WITH_EXPERTS])
 def test_gradients_of_adapters_on_rows_with_pictures_are_transformers(architecture: str, folders: Any) -> None:
     """All in one row, against transformers' whole forward and autograd, one after the other, in float64."""
     folder = folders(architecture)
@@ -142,12 +155,7 @@ def test_gradients_of_adapters_on_rows_with_pictures_are_transformers(architectu
     trainer = trainer_of(folder, dtype="float64")
     trainer.create_adapter("fresh", LoraConfig(rank=2, seed=1))
     state = with_random_b(trainer.capture("fresh", optimizer=False))
-    data = [
-        datum(rendered(folder, [*range(30, 41)], (120, 60), [*range(50, 67)])),
-        datum(rendered(folder, [*range(30, 41)], (120, 60), [*range(50, 60), 20, 21])),  # begins alike, picture and all
-        datum(rendered(folder, [*range(70, 80)])),
-        datum(rendered(folder, (60, 100), [30, 41, 52], (64, 64), [*range(90, 99)])),
-    ]
+    data = learnt(folder)
     trainer.load_adapter("a", state)
     (result,) = trainer.forward_backward([TrainWork("a", data, "cross_entropy")])
     assert not isinstance(result, Exception)
@@ -163,7 +171,34 @@ def test_gradients_of_adapters_on_rows_with_pictures_are_transformers(architectu
     assert any(np.abs(gradient).max() > 1e-3 for gradient in ours.values())
 
 
-@pytest.mark.parametrize("architecture", ["idefics3", "mistral3"])
+@pytest.mark.parametrize("decoder", ["written-out", "autograd"])
+@pytest.mark.parametrize("architecture", WITH_EXPERTS)
+def test_gradients_of_experts_on_rows_with_pictures_are_transformers(
+    architecture: str, decoder: Any, folders: Any
+) -> None:
+    """The same with adapters added to transformers' weights, experts among them."""
+    folder = folders(architecture)
+    data = learnt(folder)
+    with InFloat64():
+        trainer = trainer_of(folder, dtype="float64", decoder=decoder)
+        trainer.create_adapter("fresh", LoraConfig(rank=2, seed=1))
+        trainer.load_adapter("a", with_random_b(trainer.capture("fresh", optimizer=False)))
+        (result,) = trainer.forward_backward([TrainWork("a", data, "cross_entropy")])
+        assert not isinstance(result, Exception)
+        adapter = trainer._adapters["a"]
+        merged = Merged(trainer)
+        for each, output in zip(data, result.outputs, strict=True):
+            rows = merged.logprobs("a", each.input)
+            logprobs = rows.gather(1, torch.from_numpy(each.target_tokens)[:, None])[:, 0]
+            (-(torch.from_numpy(each.loss_inputs["weights"]) * logprobs).sum()).backward()
+            assert np.abs(output["logprobs"] - logprobs.detach().numpy()).max() < 1e-5
+    assert adapter.gradient is not None
+    for spec in adapter.specs:
+        theirs, ours = merged.leaves["a"][spec.name].grad, spec.view(adapter.gradient)
+        assert float((ours - theirs).norm()) < 1e-5 * float(theirs.norm()), spec.name
+
+
+@pytest.mark.parametrize("architecture", ["idefics3", "mistral3", *WITH_EXPERTS])
 def test_a_packed_base_is_one_copy_for_both_engines(architecture: str, folders: Any, tmp_path: Path) -> None:
     """vLLM names the layers of Idefics 3 otherwise, and Pixtral's tower makes tables where it finds its weights."""
     said: list[str] = []
@@ -206,6 +241,27 @@ def test_a_check_says_how_images_are_read(folders: Any, tmp_path: Path) -> None:
     ) in told
     told = CliRunner().invoke(check, [f"m={folders('idefics3')}", "--data-dir", str(tmp_path)]).output
     assert "by way of model.connector into model.text_model; --train-vision lets clients train its tower" in told
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field"), [("granite_vision", "logits_scaling 2.0"), ("cohere2_vision", "logit_scale 0.5")]
+)
+def test_logits_have_what_transformers_class_leaves_out(
+    architecture: str, field: str, folders: Any, tmp_path: Path
+) -> None:
+    folder = folders(architecture)
+    trainer, data = trainer_of(folder), learnt(folder)[2]
+    assert (
+        f"logits with {field}, which transformers' {type(trainer._loaded.model).__name__} leaves out" in trainer.trains
+    )
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(folder)
+    with torch.no_grad():
+        logits = theirs(input_ids=torch.from_numpy(data.input.token_ids.astype(np.int64))[None]).logits[0]
+    wanted = (logits / 2).log_softmax(-1)[:-1].gather(1, torch.from_numpy(data.target_tokens)[:-1, None])[:, 0]
+    assert np.abs(trainer.logprobs(None, data.input) - wanted.numpy()).max() < 1e-4
+    if architecture not in REFUSED:
+        told = CliRunner().invoke(check, [f"m={folder}", "--data-dir", str(tmp_path)]).output
+        assert f"its logits have {field}, which transformers' class leaves out" in told
 
 
 def test_features_in_another_order_are_refused_with_the_position_and_the_numbers(

@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import transformers
 from click.testing import CliRunner
 from safetensors.torch import save_file
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.adapters.adapter_files import write_adapter
 from tinker_local.backend.cli.models_command import models
 from tinker_local.backend.families import FAMILIES, OTHER, family_of
@@ -23,6 +25,7 @@ from tinker_local.backend.families.line_up import NOT_SERVED, OTHERS
 from tinker_local.backend.models import load_engines
 from tinker_local.backend.models.agreement import with_random_b
 from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.tiny_models.marks import QWEN, VOCAB_SIZE
 from tinker_local.backend.tiny_models.tokenizer import write_tokenizer
 from tinker_local.backend.training.model.load_model import config_of
@@ -30,8 +33,11 @@ from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.vllm_engine import adapter_targets
+from tinker_local.backend.vllm_engine.build_engine import EngineOptions
+from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 from tinker_local.backend.vllm_engine.refusals import check_runs
-from tinker_local.types import AdamParams, LoraConfig, UnsupportedError
+from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
+from tinker_local.types import AdamParams, LoraConfig, SamplingParams, UnsupportedError
 
 from tests.families.starts import check_refused, started
 from tests.float64 import Exact, InFloat64
@@ -62,6 +68,10 @@ OWN: dict[str, dict[str, Any]] = {
     "hyperclovax": {"logits_scaling": 0.3},
     "hunyuan_v1_dense": {"head_dim": 32},
     "jais2": {"head_dim": 32},
+    "lfm2": {
+        **{"conv_dim": 128, "block_dim": 128, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True},
+        "layer_types": ["conv", "full_attention"],
+    },
     "ministral": {"head_dim": 32, "layer_types": ["full_attention"] * 2},
     "ministral3": {"head_dim": 32},
     "nanochat": {},
@@ -78,6 +88,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 REACHED = {
+    "lfm2": "in_proj, out_proj, w1, w3, w2, q_proj, k_proj, v_proj, lm_head",
     "apertus": "q_proj, k_proj, v_proj, o_proj, up_proj, down_proj, lm_head",
     "glm4": "q_proj, k_proj, v_proj, o_proj, gate_up_proj, down_proj, lm_head",
     "phi3": "o_proj, qkv_proj, gate_up_proj, down_proj, lm_head",
@@ -180,6 +191,48 @@ def test_a_model_without_a_family_starts_and_says_what_adapters_reach(model_type
     assert said[-1].endswith("rotary positions compared at all 256")
 
 
+def test_each_module_of_short_convolutions_reaches_the_sampler(tmp_path: Path) -> None:
+    """At the first token that is sampled as in the prompt, and at those that go on from what a convolution kept."""
+    folder = tiny("lfm2", tmp_path / "model")
+    trainer = HFTrainer(TrainerConfig(str(folder), name="tiny", dtype="float32"))
+    trainer.create_adapter("fresh", LoraConfig(rank=4, seed=1))
+    fresh = trainer.capture("fresh", optimizer=False)
+    modules = ("conv.in_proj", "conv.out_proj", "self_attn.out_proj", "feed_forward.w1", "feed_forward.w2")
+    versions: dict[str, AdapterVersion | None] = {"base": None}
+    for module in modules:
+        random = np.random.default_rng(1)
+        tensors = {
+            name: 0.3 * random.standard_normal(matrix.shape).astype(np.float32)
+            if f"{module}.lora_B" in name
+            else np.asarray(matrix, np.float32)
+            for name, matrix in fresh.tensors.items()
+        }
+        trainer.load_adapter(module, replace(fresh, tensors=tensors))
+        (tmp_path / module).mkdir()
+        write_adapter(tmp_path / module, trainer.capture(module, optimizer=False))
+        versions[module] = AdapterVersion(module, tmp_path / module)
+    prompts = [datum.input for datum in data(3)]
+
+    async def sample() -> Sequence[Any]:
+        sampler = VLLMSampler(EngineOptions(str(folder), max_rank=8, kv_cache_bytes=2**26), EngineThread())
+        params = SamplingParams(max_tokens=6, seed=0, stop=[])
+        works = [SampleWork(each, version, params) for version in versions.values() for each in prompts]
+        try:
+            return await asyncio.gather(*map(sampler.sample, works))
+        finally:
+            await sampler.close()
+
+    asked = [(name, prompt) for name in versions for prompt in prompts]
+    for (name, prompt), output in zip(asked, asyncio.run(sample()), strict=True):
+        (sequence,) = output.sequences
+        whole = RenderedInput(np.concatenate([prompt.token_ids, sequence.tokens.astype(np.int32)]))
+        adapter, sampled = None if name == "base" else name, slice(prompt.length - 1, None)
+        ours = trainer.logprobs(adapter, whole)[sampled]
+        assert np.abs(ours - sequence.logprobs).max() < 1e-4, name
+        if adapter is not None:
+            assert np.abs(ours - trainer.logprobs(None, whole)[sampled]).max() > 0.1, name
+
+
 def test_an_adapter_that_is_compared_shows_in_16_bits_if_one_kind_of_module_is_left_out(tmp_path: Path) -> None:
     """By more than 0.1 nats: three times what rounding moves logprobs by."""
     trainer = HFTrainer(TrainerConfig(str(tiny("phi3", tmp_path / "model")), name="tiny", decoder="autograd"))
@@ -257,8 +310,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 512},
         "its layers read embeddings of tokens beside model.embed_tokens",
     ),
-    "lfm2_moe": ({"layer_types": ["conv", "full_attention"]}, "model.layers.0.conv.conv is a convolution along the"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "model.layers.0.conv.conv is a convolution along the"),
+    "lfm2_moe": (
+        {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "num_experts": 8},
+        "model.layers.1.feed_forward.experts has 8 routed experts",
+    ),
     "persimmon": (
         {},
         "config.json says num_key_value_heads 2, which vLLM reads and transformers' PersimmonConfig does",

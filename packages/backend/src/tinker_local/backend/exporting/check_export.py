@@ -229,6 +229,7 @@ def _loaded_logprobs(folder: Path, trained: Trained, to: str, device: str, probe
     import transformers
     from tinker_local.backend.training.model.decoders.transformers_delta_net import use_kernels_on_gpus_alone
     from tinker_local.backend.training.model.load_published import load_published
+    from tinker_local.backend.training.model.logit_rule import complete_logits
 
     base = trained.base
     auto = getattr(transformers, base.family.auto_class)
@@ -237,6 +238,7 @@ def _loaded_logprobs(folder: Path, trained: Trained, to: str, device: str, probe
         model = load_published(base.path, type(base.model), base.config, dtype)[0].to(device)
     else:
         model = auto.from_pretrained(str(folder) if to == "merged" else base.path, dtype=dtype).to(device)
+    complete_logits(model, base.family, base.path)
     use_kernels_on_gpus_alone(model)
     if to != "merged":
         from peft import PeftModel

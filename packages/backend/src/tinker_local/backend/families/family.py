@@ -41,6 +41,11 @@ class LogitRule:
     scale: float = 1.0
     softcap: float | None = None
 
+    def of(self, outputs: "torch.Tensor") -> "torch.Tensor":
+        """The logits."""
+        scaled = self.scale * outputs
+        return scaled if self.softcap is None else self.softcap * (scaled / self.softcap).tanh()
+
 
 PLAIN_LOGITS = LogitRule()
 
@@ -219,7 +224,9 @@ class Family:
     `auto_class`: the transformers class that loads it. `decoder_path`: the module that turns `inputs_embeds` into
     hidden states. `position_ids(config, input)`: rotary positions of one rendered input, int64 [rows, N]. `vision`:
     None for text only. `lora`: what adapters train beside the LM head. `logits(config)`: what follows the LM head, from
-    the text config; None: whatever transformers' model does. `vllm_head`: None if vLLM is known to take adapters of the
+    the text config; None: whatever transformers' model does. `left_out`: the field of a text config, with its value, by
+    which its own class makes logits, as vLLM does, and the class that `auto_class` names does not; empty for most.
+    `vllm_head`: None if vLLM is known to take adapters of the
     LM head as it is. `unlike_vllm(config)`: why vLLM is known to compute a model of a config otherwise; empty if it is
     not. `quantized`: what to do with a checkpoint in fewer bits, which is refused. `hosted_attention`:
     what exports call the modules `self_attn`. `tool_parser`: of vLLM, for the form in which models of the family write
@@ -239,6 +246,7 @@ class Family:
     hosted_attention: str = "self_attn"
     tool_parser: str | None = None
     unused_tokens: tuple[str, ...] = ()
+    left_out: str = ""
     model_type: str = ""
 
     @property

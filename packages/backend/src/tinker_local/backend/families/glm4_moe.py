@@ -10,8 +10,11 @@ def _unlike_vllm(config: Any) -> str:
     return unlike(config, "Glm4MoeForCausalLM", tie_word_embeddings=False)
 
 
+EXPERTS = Experts(shared="shared_experts", peft_fuses=True)
+"""Those of GLM 4.5V as well."""
+
 FAMILY = Family(
-    lora=LoraNames(experts=Experts(shared="shared_experts", peft_fuses=True)),
+    lora=LoraNames(experts=EXPERTS),
     vllm_head=VLLMHead(),
     unlike_vllm=_unlike_vllm,
 )

@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.families import glm4_moe
 from tinker_local.backend.families.family import (
+    Experts,
     Family,
     ImageFeatures,
     LoraNames,
@@ -48,6 +50,9 @@ _FROZEN_TOWERS = {
 
 _INSIDE = "vision_model"
 """What vLLM and published files have around the modules of CLIP's and SigLIP's towers, and transformers no more."""
+
+_EXPERTS: Mapping[str, Experts] = {"glm4v_moe_text": glm4_moe.EXPERTS, "qwen3_moe": Experts()}
+"""Of the text configs with routed experts that adapters train, by their `model_type`."""
 
 KINDS = "mm_token_type_ids"
 """What transformers' forwards call the argument that says which positions are images, [1, N]."""
@@ -98,8 +103,7 @@ def seeing_family(model_type: str, where: str) -> Family:
     trainer needs."""
     model = _without_values(where)
     _check_sight(model.config, where)
-    _check_logits(model, where)
-    parts = parts_of(model, where)
+    parts, text = parts_of(model, where), model.config.get_text_config()
     return Family(
         auto_class=AUTO_CLASS,
         decoder_path=parts.decoder,
@@ -118,9 +122,10 @@ def seeing_family(model_type: str, where: str) -> Family:
             untrained=_layers_not_read(model, parts),
             inside=_inside(model, parts),
         ),
-        lora=LoraNames(attn=(), mlp=(), every_linear=True),
+        lora=LoraNames(attn=(), mlp=(), every_linear=True, experts=_EXPERTS.get(text.model_type)),
         logits=None,
         vllm_head=VLLMHead(),
+        left_out=_left_out(model),
         model_type=model_type,
     )
 
@@ -188,6 +193,13 @@ def _check_sight(config: Any, where: str) -> None:
     """UnsupportedError for a model whose images see forward. Gemma 4's do in some layers alone, where they see no
     further back than the window."""
     text = config.get_text_config()
+    if config.model_type == "paligemma":
+        raise UnsupportedError(
+            f"{where}: a prompt of PaliGemma sees all of itself, the text after the image too "
+            f"(use_bidirectional_attention is {text.use_bidirectional_attention!r}), and vLLM lets the positions of "
+            "the image alone see those after them: it samples from another model than was published; nor do data say "
+            "where a prompt ends, as training it needs"
+        )
     if (seen := getattr(text, "use_bidirectional_attention", None)) is not None:
         raise UnsupportedError(
             f"{where}: in model_type {config.model_type!r} positions see what follows them "
@@ -195,17 +207,12 @@ def _check_sight(config: Any, where: str) -> None:
         )
 
 
-def _check_logits(model: Any, where: str) -> None:
-    """UnsupportedError if transformers' class leaves out what its language model's class makes of the LM head's output,
-    as that of Granite vision does. vLLM computes it, and so did what trained such a model."""
+def _left_out(model: Any) -> str:
+    """See `Family.left_out`: a class that sees runs the layers of its language model, and not the whole class, whose
+    forward makes more of the LM head's output. So does LLaVA-NeXT with Granite vision's text."""
     text, own = model.config.get_text_config(), inspect.getsource(type(model).forward)
-    for name, without in _AFTER_HEAD.items():
-        value = getattr(text, name, None)
-        if value not in (None, without) and name not in own:
-            raise UnsupportedError(
-                f"{where}: its language model has {name} {value}, which transformers' {type(model).__name__} leaves "
-                "out of its logits, and vLLM does not"
-            )
+    found = {name: getattr(text, name, None) for name in _AFTER_HEAD if name not in own}
+    return ", ".join(f"{name} {value}" for name, value in found.items() if value not in (None, _AFTER_HEAD[name]))
 
 
 _AFTER_HEAD = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None}

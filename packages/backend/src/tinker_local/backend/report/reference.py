@@ -18,6 +18,7 @@ from tinker_local.backend.options import HeadPrecision, Precision
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.model.load_model import config_of, supported_family, without_values
 from tinker_local.backend.training.model.load_published import load_published
+from tinker_local.backend.training.model.logit_rule import complete_logits
 from tinker_local.backend.training.trainer import TrainDatum
 from tinker_local.backend.weights.packed_stack import pack_decoder
 from tinker_local.backend.weights.packed_vocabulary import pack_vocabulary
@@ -98,6 +99,7 @@ def compute(
     else:
         model, _ = load_published(path, type(without_values(config, family)), config, dtype)
     model = model.to(device).eval().requires_grad_(False)
+    complete_logits(model, family, path)
     if precision is not None:
         pack_decoder(model.get_submodule(family.decoder_path), precision)
     if head_precision is not None:

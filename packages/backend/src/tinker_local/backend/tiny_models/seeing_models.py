@@ -8,8 +8,8 @@ What transformers 5.19 makes of P pictures in one prompt: which positions they h
 - llava_next, granite_vision: a thumbnail, then tiles without their padding, with a newline after each row.
   pixel_values [P, most tiles, 3, S, S], padded, and image_sizes [P, 2]. P of [n, H].
 - llava_onevision: as llava_next, and batch_num_images [P].
-- internvl, internvl3_5: a start, tiles and a thumbnail, an end. pixel_values [tiles of all, 3, S, S], which do not
-  say whose they are. [tiles, n, H].
+- internvl, internvl3_5, internvl3_5_moe: a start, tiles and a thumbnail, an end. pixel_values [tiles of all, 3, S, S],
+  which do not say whose they are. [tiles, n, H].
 - pixtral, mistral3, ministral3: in a picture's shape, with a mark without features after each row and another one
   after the last. pixel_values [P, 3, most rows, most columns], padded, and image_sizes [P, 2]. P of [n, H].
 - smolvlm, idefics3: each tile after marks of its row and column, then a thumbnail. pixel_values [1, tiles, 3, S, S]
@@ -34,10 +34,11 @@ itself (token_type_ids).
 
 Where transformers 5.19 and vLLM 0.32 differ (`benchmarks/architectures.py` compares them):
 
-- granite_vision, cohere2_vision: transformers leaves out `logits_scaling` and `logit_scale` of the text.
+- granite_vision, cohere2_vision: transformers leaves out `logits_scaling` and `logit_scale` of the text, which the
+  trainer adds (`Family.left_out`).
 - mistral3, ministral3: transformers takes no prompt whose pictures have one position in all.
 - gemma4_dense: vLLM adds what an adapter of `k_proj` makes to keys alone, where keys are the values, too.
-- lfm2_vl: vLLM ignores adapters of `conv.in_proj` and `conv.out_proj`.
+- lfm2_vl: vLLM ignores adapters of `conv.in_proj` and `conv.out_proj`, unless they are renamed, as the sampler has it.
 - llava: for adapters on the tower, vLLM counts its positions without the class token.
 - glm4v, glm_ocr: vLLM takes no adapters of `gate_proj` and `up_proj` of the tower.
 - paligemma: vLLM puts a picture after the BOS of a prompt, and takes one at most.
@@ -649,7 +650,7 @@ def _glm4v_moe(marks: Marks) -> dict[str, Any]:
         "model_type": "glm4v_moe_text",
         "head_dim": _WIDE.head_dim,  # this and the next are read by vLLM alone
         "use_qk_norm": False,
-        "moe_intermediate_size": 48,
+        "moe_intermediate_size": 96,
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
         "n_shared_experts": 1,
@@ -700,6 +701,10 @@ def _exaone4_5(marks: Marks) -> dict[str, Any]:
 
 def _internvl3_5(marks: Marks) -> dict[str, Any]:
     return _internvl(marks) | {"text_config": _text("qwen3", marks)}
+
+
+def _internvl3_5_moe(marks: Marks) -> dict[str, Any]:
+    return _internvl(marks) | {"text_config": _text("qwen3_moe", marks, moe_intermediate_size=96)}
 
 
 def _ministral3(marks: Marks) -> dict[str, Any]:
@@ -923,6 +928,14 @@ SEEING: dict[str, Seeing] = {
         "InternVLForConditionalGeneration",
         INTERNVL,
         _internvl3_5,
+        _GOT_OCR2,
+        {"processor_class": "InternVLProcessor", "image_seq_length": 4},
+        {"video_processor_type": "InternVLVideoProcessor", "size": {"height": 56, "width": 56}, **_IMAGENET},
+    ),
+    "internvl3_5_moe": Seeing(
+        "InternVLForConditionalGeneration",
+        INTERNVL,
+        _internvl3_5_moe,
         _GOT_OCR2,
         {"processor_class": "InternVLProcessor", "image_seq_length": 4},
         {"video_processor_type": "InternVLVideoProcessor", "size": {"height": 56, "width": 56}, **_IMAGENET},

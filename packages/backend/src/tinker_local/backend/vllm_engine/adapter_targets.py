@@ -69,6 +69,19 @@ def name_joined_modules(config: Any, _: int) -> None:
     found.packed_modules_mapping = {name: [name] if name in theirs else parts for name, parts in packed.items()}
 
 
+def name_short_convolutions(config: Any, _: int) -> None:
+    """Have adapters find the projections of the short convolutions of a `VllmConfig`'s model: vLLM's class of LFM2-VL
+    does not rename them as that of its language model does. The convolution itself, which the latter renames after it,
+    keeps its name here."""
+    found = class_of_model(config)
+    if found.__name__ != "Lfm2VLForConditionalGeneration":
+        return
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    names = {f".conv.{name}.": f".short_conv.{name}." for name in ("in_proj", "out_proj")}
+    found.hf_to_vllm_mapper = found.hf_to_vllm_mapper | WeightsMapper(orig_to_new_substr=names)
+
+
 def adapt_heads_beside_language_models() -> None:
     """Let adapters reach an LM head that is outside of what a class that sees calls its language model."""
     from vllm.lora.model_manager import LoRAModelManager
@@ -113,7 +126,8 @@ def name_stacked_modules(config: Any, _: int) -> None:
     if getattr(text, "mlp_only_layers", None) or getattr(text, "decoder_sparse_step", 1) > 1:
         stacked[GATE_UP.vllm] = [*GATE_UP.parts]
     found = class_of_model(config)
-    found.packed_modules_mapping = {**stacked, **found.packed_modules_mapping}
+    if found.packed_modules_mapping:  # otherwise vLLM asks the classes of its parts
+        found.packed_modules_mapping = {**stacked, **found.packed_modules_mapping}
     if experts.block != "mlp":
         renamed = WeightsMapper(orig_to_new_substr={".mlp.experts.": experts.path_in_files(".mlp.experts.")})
         found.hf_to_vllm_mapper = getattr(found, "hf_to_vllm_mapper", WeightsMapper()) | renamed

@@ -520,6 +520,14 @@ PATCHES = (
         to_config=adapter_targets.name_joined_modules,
     ),
     Patch(
+        "adapters reach the projections of the short convolutions of LFM2-VL",
+        "vLLM's class of LFM2 renames them, and the one that sees does not, so that it ignores their tensors",
+        "0.32",
+        ("hf_to_vllm_mapper",),
+        ("e2e/test_models_that_see.py::test_trainer_and_sampler_agree_before_and_after_training",),
+        to_config=adapter_targets.name_short_convolutions,
+    ),
+    Patch(
         "adapters reach the LM head of Idefics 3, SmolVLM and GLM-4V",
         "it is outside of what their classes call the language model, and vLLM then leaves its adapters out",
         "0.32",

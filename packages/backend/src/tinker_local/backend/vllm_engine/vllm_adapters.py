@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -232,7 +233,10 @@ def check_adapter_taken(version: AdapterVersion, numbers: torch.Tensor, tensors:
     finite = all_finite(numbers)
     taken = 0
     for name, module in weights.items():
-        for (a, b), place in zip(_pairs(module), taken_by(modules[name]), strict=True):
+        pairs, places = _pairs(module), taken_by(modules[name])
+        if len(pairs) == 1 < len(places):  # vLLM divides one B among the parts
+            places = [replace(places[0], outputs=sum(place.outputs for place in places))]
+        for (a, b), place in zip(pairs, places, strict=True):
             if a is None or b is None:  # the adapter only has some of the packed ones
                 continue
             # vLLM copies a smaller matrix into a corner of its buffer.

@@ -19,10 +19,11 @@ from tinker_local.backend.training.lora.lora import HEAD_GROUP, Target
 from tinker_local.backend.training.model.checkpoint_fit import check_files, check_finite, check_found
 from tinker_local.backend.training.model.decoder import Decoder
 from tinker_local.backend.training.model.decoders import make_decoder, tolerance_of
+from tinker_local.backend.training.model.decoders.packed_short_conv import is_short_conv
 from tinker_local.backend.training.model.file_names import places_in_files
 from tinker_local.backend.training.model.found_tower import FoundTower
 from tinker_local.backend.training.model.load_published import load_published
-from tinker_local.backend.training.model.logit_rule import logit_rule
+from tinker_local.backend.training.model.logit_rule import complete_logits, logit_rule
 from tinker_local.backend.training.model.vision_attention import use_packed_attention
 from tinker_local.backend.training.model.vision_tower import VisionTower
 from tinker_local.backend.training.parallel.shared_rows import ONE_HAS_ALL, RowRanks
@@ -169,14 +170,14 @@ def _check_layers(config: Any, family: Family, where: str) -> None:
         )
     decoder = model.get_submodule(path)
     for name, module in decoder.named_modules(prefix=path):
-        if isinstance(module, torch.nn.Conv1d):
+        if isinstance(module, torch.nn.Conv1d) and not is_short_conv(model.get_submodule(name.rpartition(".")[0])):
             raise UnsupportedError(
                 f"{where}: model_type {kind!r} is not supported: {name} is a convolution along the sequence, and the "
                 "trainer computes several sequences in one row"
             )
     for name, parameter in decoder.named_parameters(prefix=path):
         owner = model.get_submodule(name.rpartition(".")[0])
-        if parameter.dim() == 3 and not isinstance(owner, torch.nn.Conv1d):
+        if parameter.dim() == 3 and not isinstance(owner, torch.nn.Conv1d) and family.lora.experts is None:
             known = ", ".join(each for each, family in sorted(FAMILIES.items()) if family.lora.experts)
             raise UnsupportedError(
                 f"{where}: model_type {kind!r} is not supported: {name.rpartition('.')[0]} has {len(parameter)} routed "
@@ -344,6 +345,7 @@ def _load(
         )
     check_found(model, path, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
     model = model.eval().requires_grad_(False)
+    complete_logits(model, family, path)
     if settings.weights in BITS:
         with stage("packed"):
             pack_decoder(model.get_submodule(family.decoder_path), settings.weights, device)

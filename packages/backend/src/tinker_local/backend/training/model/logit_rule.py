@@ -2,10 +2,14 @@
 
 The comparison of a decoder with transformers ends at the hidden states; this is the rest of the way to the logits."""
 
+import functools
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
+import transformers
+from tinker_local.backend.families import OTHER
 from tinker_local.backend.families.family import Family, LogitRule
 from tinker_local.types import UnsupportedError
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -32,15 +36,14 @@ def logit_rule(model: Any, family: Family, where: str) -> LogitRule:
     size = model.lm_head.out_features
 
     def logits(largest: float) -> tuple[torch.Tensor, torch.Tensor]:
-        outputs = torch.linspace(-largest, largest, size, dtype=torch.float64, device=model.device)
+        place = "cpu" if model.device.type == "meta" else model.device
+        outputs = torch.linspace(-largest, largest, size, dtype=torch.float64, device=place)
         return outputs, _after_head(model, family, outputs, where)
 
     rule = _found(logits) if family.logits is None else family.logits(model.config.get_text_config())
     for largest in (_NEAR, _BETWEEN, _FAR):
         outputs, theirs = logits(largest)
-        ours = rule.scale * outputs
-        if rule.softcap is not None:
-            ours = rule.softcap * torch.tanh(ours / rule.softcap)
+        ours = rule.of(outputs)
         if theirs.shape != ours.shape or not bool((theirs - ours).abs().max() <= _TOLERANCE * ours.abs().max()):
             followed = "logits that are" if family.logits is None else "the logits of its family,"
             raise UnsupportedError(
@@ -48,6 +51,24 @@ def logit_rule(model: Any, family: Family, where: str) -> LogitRule:
                 f"{'' if rule.softcap is None else f', capped at {rule.softcap:.6g}'}"
             )
     return rule
+
+
+def complete_logits(model: Any, family: Family, where: str) -> None:
+    """Have the forward of transformers' `model` compute what its class leaves out of its logits, as the class of its
+    language model alone does. `where`: the model's name."""
+    if not family.left_out:
+        return
+    with torch.device("meta"):
+        alone = transformers.AutoModelForCausalLM.from_config(deepcopy(model.config.get_text_config())).eval()
+    rule, original = logit_rule(alone, OTHER, where), model.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **given: Any) -> Any:
+        output = original(*args, **given)
+        output.logits = rule.of(output.logits)
+        return output
+
+    model.forward = forward
 
 
 def _found(logits: Callable[[float], tuple[torch.Tensor, torch.Tensor]]) -> LogitRule:

@@ -119,6 +119,7 @@ class Segments:
     shared: SharedRow | None = None
     parents: tuple[int, ...] = ()
     _within: dict[int, tuple[Call, ...]] = field(default_factory=dict, compare=False)
+    _back: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)
 
     @cached_property
     def gathered(self) -> "Segments":
@@ -157,6 +158,19 @@ class Segments:
             rows = np.concatenate([after[parents[parent]], self._rows(parent)])
             after[parent] = rows if last is None else rows[max(0, len(rows) - last) :]
         return [after[parent] for parent in parents]
+
+    def rows_back(self, steps: int) -> torch.Tensor:
+        """int64 [steps, T]: the positions in the row that are 1, 2, ... `steps` before each on its path; T where there
+        is none."""
+        if steps not in self._back:
+            found, none = np.empty((steps, sum(self.lengths)), np.int64), sum(self.lengths)
+            for before, start, length in zip(self.rows_before(steps), self.starts, self.lengths, strict=True):
+                stop = start + length
+                path = np.concatenate([np.full(steps - len(before), none), before, np.arange(start, stop)])
+                for back in range(1, steps + 1):
+                    found[back - 1, start:stop] = path[steps - back : steps - back + length]
+            self._back[steps] = to_device(found, self.device)
+        return self._back[steps]
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:

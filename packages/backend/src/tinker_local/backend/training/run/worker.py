@@ -109,6 +109,11 @@ class HFTrainer:
                 compared = check_pictures(loaded, self.logprobs, config.model)
             self._too_small = compared.too_small
             kind = type(loaded.model).__name__
+            if loaded.family.left_out:
+                self.trains += (
+                    f"; logits with {loaded.family.left_out}, which transformers' {kind} leaves out, and the class of "
+                    "its language model and vLLM do not"
+                )
             self.trains += f"; images by transformers' {kind}, {loaded.family.vision.found}, {compared}"
 
     @property

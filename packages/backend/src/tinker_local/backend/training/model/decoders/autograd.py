@@ -2,9 +2,10 @@
 
 New families start here, and the written-out decoder is compared with it. Five things change, without patching
 transformers. Attention is a registered function that receives the segments of the row, so that sequences share it
-without padding and without seeing each other. Linear attention is computed here instead (`packed_delta_net.py`). The
-Linear modules that adapters train add the adapters of all sequences in the row. Layers can be checkpointed. Gated MLPs
-and norms keep less (`gated_mlp.py`, `recomputed_norm.py`). Legend: T tokens, H hidden size, N heads, D head size.
+without padding and without seeing each other. Linear attention and short convolutions are computed here instead
+(`packed_delta_net.py`, `packed_short_conv.py`). The Linear modules that adapters train add the adapters of all
+sequences in the row. Layers can be checkpointed. Gated MLPs and norms keep less (`gated_mlp.py`, `recomputed_norm.py`).
+Legend: T tokens, H hidden size, N heads, D head size.
 """
 
 import functools
@@ -34,6 +35,7 @@ from tinker_local.backend.training.model.decoders.packed_experts import (
     packed_experts,
     weights_of,
 )
+from tinker_local.backend.training.model.decoders.packed_short_conv import is_short_conv, packed_short_conv
 from tinker_local.backend.training.model.decoders.recomputed_norm import RecomputedNorm, is_norm
 from tinker_local.backend.training.model.decoders.transformers_positions import decoder_rotations
 from tinker_local.backend.training.model.experts import ExpertWeights
@@ -77,6 +79,7 @@ class AutogradDecoder:
         norms = [module for module in modules.modules() if module not in in_layers and is_norm(module)]
         gated: list[Any] = []
         deltas: list[Any] = []
+        convolutions: list[Any] = []
         experts: list[tuple[str, Any]] = []
         with weights.walk(backward=False) as walk:
             for index, layer in enumerate(modules.layers):
@@ -84,6 +87,7 @@ class AutogradDecoder:
                 norms += [module for module in layer.modules() if is_norm(module)]
                 gated += [one for one in layer.modules() if is_gated(one) and one.down_proj in self._by_module]
                 deltas += [module for module in layer.modules() if is_delta_net(module)]
+                convolutions += [module for module in layer.modules() if is_short_conv(module)]
                 if lora.experts is not None:
                     named = layer.named_modules(prefix=f"{path}.layers.{index}")
                     experts += [(name, module) for name, module in named if is_experts(module)]
@@ -92,6 +96,8 @@ class AutogradDecoder:
             linear.forward = functools.partial(self._linear, linear, linear.forward)
         for delta in deltas:
             delta.forward = functools.partial(self._delta, delta, delta.forward)
+        for convolution in convolutions:
+            convolution.forward = functools.partial(self._convolution, convolution, convolution.forward)
         self._expert_targets: dict[Any, list[Target]] = {}
         self._expert_weights: dict[Any, ExpertWeights] = {}
         if lora.experts is not None:
@@ -180,6 +186,13 @@ class AutogradDecoder:
         if self._run is None:
             return original(hidden_states, *args, **rest)
         return packed_delta_net(net, hidden_states, self._run.row.segments)
+
+    def _convolution(
+        self, module: Any, original: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **rest: Any
+    ) -> Any:
+        if self._run is None:
+            return original(hidden_states, *args, **rest)
+        return packed_short_conv(module, hidden_states, self._run.row.segments)
 
     def _mlp(self, mlp: Any, original: Callable[..., Any], x: torch.Tensor) -> Any:
         if self._run is None:

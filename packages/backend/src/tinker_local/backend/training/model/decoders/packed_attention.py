@@ -14,6 +14,7 @@ import torch
 from tinker_local.backend.training.model.attention import attend, attend_backward
 from tinker_local.backend.training.model.attention_rule import AttentionRule
 from tinker_local.backend.training.model.decoders.packed_delta_net import is_delta_net
+from tinker_local.backend.training.model.decoders.packed_short_conv import is_short_conv
 from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.weights.large_weights import LargeWeights, entering
 from tinker_local.types import UnsupportedError
@@ -44,16 +45,21 @@ def attending(modules: Any, implementation: str) -> Iterator[None]:
         config._attn_implementation = chosen
 
 
+def attends(layer: Any) -> bool:
+    """Whether transformers' `layer` has softmax attention, and nothing in its place that is computed here."""
+    return not any(is_delta_net(module) or is_short_conv(module) for module in layer.children())
+
+
 @torch.no_grad()
 def attention_rules(modules: Any, weights: LargeWeights) -> Mapping[int, AttentionRule]:
-    """How each attention module of the decoder `modules` attends, by its `id`: the settings that it passes on. Linear
-    attention (`packed_delta_net.py`) has none. Walks through `weights`."""
+    """How each attention module of the decoder `modules` attends, by its `id`: the settings that it passes on. What
+    stands in its place (`packed_delta_net.py`, `packed_short_conv.py`) has none. Walks through `weights`."""
     parameter = next(modules.parameters())
     embeds = torch.zeros(1, 1, modules.config.hidden_size, dtype=parameter.dtype, device=parameter.device)
     packed = PackedCall(Segments((1,), parameter.device))
     with attending(modules, ATTENTION), entering(modules.layers, weights):
         modules(inputs_embeds=embeds, use_cache=False, packed=packed)
-    attending_layers = sum(not any(map(is_delta_net, layer.children())) for layer in modules.layers)
+    attending_layers = sum(attends(layer) for layer in modules.layers)
     if len(packed.rules) != attending_layers:
         raise UnsupportedError(
             f"{len(packed.rules)} of {attending_layers} layers attend through the function that is registered "

@@ -10,7 +10,7 @@ import torch
 from tinker_local.backend.families.family import Family
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.model.decoder import Decoder
-from tinker_local.backend.training.model.decoders.packed_delta_net import is_delta_net
+from tinker_local.backend.training.model.decoders.packed_attention import attends
 from tinker_local.backend.training.rotations import (
     Rotate,
     Rotations,
@@ -28,7 +28,7 @@ def decoder_rotations(
     modules: Any, layers: Sequence[int] | None, position_ids: torch.Tensor, rotary: Any = None
 ) -> Rotations:
     """Those of transformers' decoder `modules`; see `layer_rotations`."""
-    attending = [index for index, layer in enumerate(modules.layers) if not any(map(is_delta_net, layer.children()))]
+    attending = [index for index, layer in enumerate(modules.layers) if attends(layer)]
     chosen = [index for index in attending if layers is None or index in layers]
     dtype = next(modules.parameters()).dtype
     try:
