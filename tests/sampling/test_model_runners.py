@@ -1,0 +1,80 @@
+"""vLLM's two model runners give the same tokens and logprobs; on a CPU, V2 runs in Triton's interpreter."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tinker_local.backend.vllm_engine import compat_vllm
+from tinker_local.backend.vllm_engine.patches import PATCHES
+from tinker_local.types import UnsupportedError
+
+from tests.sampling.sampling_answers import EVERYTHING
+
+PROGRAM = Path(__file__).with_name("runner_answers.py")
+
+
+def start(runner: str, arguments: list[str]) -> subprocess.Popen[str]:
+    root = str(Path(__file__).parents[2])  # programs import from `tests`
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": runner, "PYTHONPATH": path}
+    command = [sys.executable, str(PROGRAM), *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def same(first: dict[str, Any], second: dict[str, Any], tolerance: float) -> None:
+    assert first.keys() == second.keys()
+    for name, answer in first.items():
+        for field, value in answer.items():
+            other = second[name][field]
+            if field in ("tokens", "reasons", "top of the prompt"):
+                assert value == other, (name, field)
+            else:
+                for one, two in zip(value, other, strict=True):
+                    np.testing.assert_allclose(one, two, atol=tolerance, rtol=0, err_msg=f"{name}, {field}")
+
+
+@pytest.mark.more
+def test_both_runners_give_the_same_tokens_and_logprobs(text: Any, tmp_path: Path) -> None:
+    """Seeds, cuts, penalties, adapters, scores, stops and grammars in the same steps; and after preemptions, where V2
+    forgets a request and is given it anew."""
+    for seed, name in enumerate(("first", "second")):
+        text.adapter(tmp_path / name, EVERYTHING, 4, seed)
+    folders = [str(text.folder), *(str(tmp_path / name) for name in ("first", "second"))]
+    running = {name: start(name, [*folders, str(tmp_path / name)]) for name in ("0", "1")}
+    for name, process in running.items():
+        output, _ = process.communicate()
+        assert process.returncode == 0, (name, output)
+    old, new = (json.loads((tmp_path / name).read_text()) for name in ("0", "1"))
+    assert old["runner"].endswith("cpu_model_runner") or "gpu_model_runner" in old["runner"]
+    assert new["runner"] in ("vllm.v1.worker.cpu.model_runner", "vllm.v1.worker.gpu.model_runner")
+    tolerance = 1e-4 if compat_vllm.runs_on_cpu() else 0.5
+    same(old["answers"], new["answers"], tolerance)
+    same(new["answers"], new["again"], tolerance)
+    assert old["preempted"]["preemptions"] > 0
+    assert new["preempted"]["preemptions"] > 0
+    same(old["preempted"]["answers"], new["preempted"]["answers"], tolerance)
+
+
+def test_a_runner_that_is_not_to_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(compat_vllm.MODEL_RUNNER, "2")
+    with pytest.raises(UnsupportedError, match="expected 0 or 1, got '2'"):
+        compat_vllm.check_model_runner()
+    monkeypatch.setenv(compat_vllm.MODEL_RUNNER, "1")
+    monkeypatch.setattr(compat_vllm, "_distribution_version", lambda: (0, 26))
+    with pytest.raises(UnsupportedError, match=r"needs vLLM 0\.32, and 0\.26 is installed"):
+        compat_vllm.check_model_runner()
+    monkeypatch.setenv(compat_vllm.MODEL_RUNNER, "0")
+    compat_vllm.check_model_runner()
+
+
+def test_what_hooks_one_runner_says_what_the_other_needs() -> None:
+    """And V2 needs no more of them than V1."""
+    of = {runner: [patch for patch in PATCHES if patch.runner == runner] for runner in ("V1", "V2")}
+    assert all(patch.on_v2 for patch in of["V1"])
+    assert not any(patch.on_v2 for patch in PATCHES if patch.runner != "V1")
+    assert {patch.used_in[0] for patch in of["V1"]} == {"runner_v1.py"}
