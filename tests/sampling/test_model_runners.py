@@ -9,11 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinker_local.backend.vllm_engine import compat_vllm
+from tinker_local.backend.vllm_engine import compat_vllm, triton_on_cpu
 from tinker_local.backend.vllm_engine.patches import PATCHES
 from tinker_local.types import UnsupportedError
 
 from tests.sampling.sampling_answers import EVERYTHING
+
+LATE = """
+from tinker_local.backend.vllm_engine import triton_on_cpu
+try:
+    triton_on_cpu.interpret()
+except Exception as error:
+    print(error)
+"""
 
 PROGRAM = Path(__file__).with_name("runner_answers.py")
 
@@ -22,6 +30,8 @@ def start(runner: str, arguments: list[str]) -> subprocess.Popen[str]:
     root = str(Path(__file__).parents[2])  # programs import from `tests`
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": runner, "PYTHONPATH": path}
+    if compat_vllm.runs_on_cpu():
+        environment["TRITON_INTERPRET"] = runner
     command = [sys.executable, str(PROGRAM), *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -70,6 +80,17 @@ def test_a_runner_that_is_not_to_be_had_is_refused(monkeypatch: pytest.MonkeyPat
         compat_vllm.check_model_runner()
     monkeypatch.setenv(compat_vllm.MODEL_RUNNER, "0")
     compat_vllm.check_model_runner()
+
+
+def test_on_a_cpu_v2_has_to_be_started_with_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(triton_on_cpu.INTERPRETER, raising=False)
+    with pytest.raises(UnsupportedError, match="needs TRITON_INTERPRET=1, and is ten to fifty times as slow"):
+        triton_on_cpu.interpret()
+    program = "import os, triton.language\nos.environ['TRITON_INTERPRET'] = '1'\n" + LATE
+    environment = {name: value for name, value in os.environ.items() if name != triton_on_cpu.INTERPRETER}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "TRITON_INTERPRET=1 was set after Triton had been imported" in done.stdout
 
 
 def test_what_hooks_one_runner_says_what_the_other_needs() -> None:

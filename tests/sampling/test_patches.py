@@ -24,7 +24,6 @@ NOT_INTERNAL = {
     *("kept_by_dynamo", "in_torch", "curved", "grammar_masks", "workspaces", "lent", "shared", "draw"),  # ours
     *("disable", "set_num_threads", "_parameters", "_version"),  # torch's
     *("_cdata", "_schema", "_make_subclass"),  # torch's
-    "propagate_env",  # of Triton
     "_exit",  # of os
 }
 """Names that are assigned to and are not internals of vLLM."""

@@ -763,7 +763,7 @@ PATCHES = (
         "its kernels run on a CPU, in Triton's interpreter",
         "vLLM has them for Triton alone, whose backend for CPUs is on no index",
         "CPU, 0.32",
-        ("interpret", "backends"),
+        ("backends",),
         ("sampling/test_model_runners.py::test_both_runners_give_the_same_tokens_and_logprobs",),
         hook="none: V1 is the runner of a CPU unless the variable says otherwise",
         used_in=("triton_on_cpu.py",),
