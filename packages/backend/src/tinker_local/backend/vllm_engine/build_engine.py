@@ -37,6 +37,7 @@ from tinker_local.backend.vllm_engine.sleep_mode import sleep_mode_is_free
 from tinker_local.backend.weights.published import published_of
 from tinker_local.types import UnsupportedError
 
+log = logging.getLogger(__name__)
 _MIB = 2**20
 _building = threading.Lock()
 
@@ -226,6 +227,8 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
                 import torch
 
                 torch.cuda.empty_cache()  # of its profile and warm-up; steps take again what they need
+            if uses_v2():
+                log.info("%s: sampled on vLLM's Model Runner V2, as %s=1 says", options.model, MODEL_RUNNER)
             engine.kept_by_dynamo = kept_by_dynamo() - kept_before
             patches.apply_to_engine(engine, events or patches.EngineEvents())
     return engine

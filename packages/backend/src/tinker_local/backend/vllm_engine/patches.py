@@ -392,8 +392,8 @@ class Patch:
 
     `names`: the private names of vLLM, and the public ones that we assign to. `tests`: those below `tests/` that fail
     without the patch. `hook`: the public alternative in vLLM. `used_in`: other modules that use the names. `runner`:
-    the model runner that needs it; one of V1 says `on_v2` what its successor needs in its place. All others touch
-    neither runner, or what both have.
+    the model runner that needs it. `on_v2`: what Model Runner V2 needs in its place, or what of V2 it touches (files
+    below vLLM's `v1/worker`); without it, a patch touches no runner.
     """
 
     what: str
@@ -464,6 +464,7 @@ PATCHES = (
         used_in=("vllm_experts.py",),
         to_process=vllm_experts.take_adapters_on_cpu,
         to_config=vllm_experts.share_factors,
+        on_v2="the same; rows are mapped to adapters by LoraState.make_lora_inputs of gpu/lora_utils.py",
     ),
     Patch(
         "a model with experts may come after one without",
@@ -582,6 +583,7 @@ PATCHES = (
         ("families/test_gemma3.py::test_trainer_and_sampler_agree_with_each_target_alone",),
         used_in=("whole_images.py",),
         to_process=whole_images.see_whole_images,
+        on_v2="the same: DefaultModelState.prepare_attn of gpu/model_states/default.py says where images are",
     ),
     Patch(
         "no step has a part of an image whose positions see each other",
@@ -631,6 +633,7 @@ PATCHES = (
         ("_global_graph_pool",),
         ("sampling/test_graphs_on_gpu.py::test_prompts_after_a_picture_are_as_without_graphs",),
         to_config=_take_another_graph_pool,
+        on_v2="the same: CudaGraphManager of gpu/cudagraph_utils.py takes the pool of the process",
     ),
     Patch(
         "copies of norms, with which positions are measured, compute with their own weights",
@@ -651,6 +654,7 @@ PATCHES = (
         ("sampling/test_image_features_stay.py::test_requests_of_more_images_than_a_step_holds_encode_each_once",),
         hook="none: EngineArgs sets it to max_num_batched_tokens, which also sizes the profiling run at start-up",
         to_config=_keep_images,
+        on_v2="the same: EncoderCache of gpu/mm/encoder_cache.py keeps what the scheduler does not free",
     ),
     Patch(
         "vLLM leaves the garbage collector's heap as it is",
@@ -679,6 +683,7 @@ PATCHES = (
         ("sampling/test_start_stages.py::test_an_engine_says_where_the_time_of_its_start_went",),
         hook="none",
         to_process=_time_stages,
+        on_v2="the same: capture_model of gpu/model_runner.py",
     ),
     Patch(
         "each group of tensor parallel ranks names its shared memory differently",
@@ -850,6 +855,7 @@ PATCHES = (
         hook="none: a LoRAResolver also returns a folder",
         used_in=("compat_vllm.py", "vllm_adapters.py"),
         to_engine=_load_adapters,
+        on_v2="the same: both runners inherit from LoRAModelRunnerMixin",
     ),
     Patch(
         "adapters that leave the vision tower as it is share the features of images with the base model",
@@ -869,6 +875,7 @@ PATCHES = (
             "sampling/test_image_features_stay.py::test_images_of_a_model_without_a_family_are_counted_on_a_fake",
         ),
         to_engine=_report_images,
+        on_v2="the same: get_model and supports_mm_inputs of gpu/model_runner.py",
     ),
     Patch(
         "the first step of each sequence is reported",
@@ -880,6 +887,7 @@ PATCHES = (
         ),
         hook="scheduler_cls takes a class, but vLLM says that its interface is not public",
         to_engine=_report_begun,
+        on_v2="the same; a preempted sequence comes back as a new request, and is reported again",
     ),
     Patch(
         "grammars are matched in processes of their requests, and a sequence whose next token is not settled is "
@@ -906,6 +914,7 @@ PATCHES = (
         hook="none: the backends of structured output are a fixed list",
         used_in=("grammar_masks.py",),
         to_engine=_match_elsewhere,
+        on_v2="the same: StructuredOutputsWorker of gpu/structured_outputs.py applies the scheduler's masks",
     ),
     Patch(
         "a sleep or a wake-up that fails half way is undone, and memory that was not saved is zero again",
@@ -918,6 +927,7 @@ PATCHES = (
             "test_an_engine_closed_in_its_sleep_leaves_nothing_and_the_next_one_works",
         ),
         used_in=("sleep_mode.py", "compat_vllm.py"),
+        on_v2="the same: init_kv_cache of gpu/attn_utils.py puts the KV cache alone into its pool",
     ),
     Patch(
         "a model reads the matrices of a trainer in this process",
@@ -947,6 +957,7 @@ PATCHES = (
         ("_PTR_DICT", "_bytecode_hooks", "model", "lora_manager", "engine_core"),
         ("sampling/test_released_engines.py::test_a_released_engine_leaves_no_weights",),
         used_in=("release_engine.py",),
+        on_v2="the same: model, kv_caches and lora_manager of gpu/model_runner.py",
     ),
     Patch(
         "workspaces (buffers of steps) stay as long as the engine whose CUDA graphs write to them, and end with it",
