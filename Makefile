@@ -42,8 +42,10 @@ test-ray: setup ## ranks and replicas on two Ray nodes of this machine, about si
 
 # Without `setup`, so that a vLLM that you installed into .venv stays.
 test-vllm: export OMP_NUM_THREADS ?= 1
-test-vllm: ## the core of sampling against whatever vLLM is installed: try a newer one
+test-vllm: ## the core of sampling against whatever vLLM is installed, on both model runners: try a newer one
 	$(BIN)/python -m pytest -m vllm_core tests/sampling $(ARGS)
+	VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=$$($(BIN)/python -c "import torch; print(1 - torch.cuda.is_available())") \
+		$(BIN)/python -m pytest -m vllm_core tests/sampling $(ARGS)
 
 # mypy by paths: `mypy -p` skips portions of a namespace package without a word.
 check: setup ## format, lint, types, circles of imports, mutations that no longer apply

@@ -33,12 +33,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=50 if on_cuda else 5)
     options = parser.parse_args()
     prepare_environment()
-    from tinker_local.backend.vllm_engine.draw_tokens import FullVocabularyDraw
+    from tinker_local.backend.vllm_engine.draw_tokens import FullVocabularyDraw, Logits
+    from tinker_local.backend.vllm_engine.runner_v1 import draw_rows
     from vllm.v1.sample.sampler import Sampler
 
     device = torch.device("cuda" if on_cuda else "cpu")
     ours = Sampler()
-    FullVocabularyDraw(device).install_in(ours)
+    draw_rows(ours, FullVocabularyDraw(device))
     samplers = {"ours": ours, "vLLM raw": Sampler("raw_logprobs"), "vLLM processed": Sampler("processed_logprobs")}
     shape = (options.rows, options.vocab)
     logits = 3 * torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(0))
@@ -54,7 +55,12 @@ def main() -> None:
     table.add_row(
         "prompt",
         *(
-            cell(lambda s=s: list(s.gather_logprobs(s.compute_logprobs(logits), 0, ids)), options.repeats)
+            cell(
+                (lambda: Logits(logits).of(ids))
+                if s is ours
+                else (lambda s=s: list(s.gather_logprobs(s.compute_logprobs(logits), 0, ids))),
+                options.repeats,
+            )
             for s in samplers.values()
         ),
     )

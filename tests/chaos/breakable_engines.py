@@ -3,6 +3,7 @@
 Their processes import this file.
 """
 
+import importlib
 import os
 import time
 from collections.abc import Callable
@@ -81,14 +82,18 @@ def breakable_sampler(make: Callable[..., Any], first: int, *seat: Any) -> Any:
 
 def breakable_vllm(make: Callable[..., Any], first: int, *seat: Any) -> Any:
     """The same, and vLLM can fail in a step: where it runs the model, with requests of all users in the batch."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from tinker_local.backend.vllm_engine.build_engine import prepare_environment
+    from tinker_local.backend.vllm_engine.compat_vllm import uses_v2
 
-    execute_model = GPUModelRunner.execute_model
+    prepare_environment()
+    name = "gpu.model_runner" if uses_v2() else "gpu_model_runner"
+    runner: Any = importlib.import_module(f"vllm.v1.worker.{name}").GPUModelRunner
+    execute_model = runner.execute_model
     number = first + (seat[0].rank if seat else 0)
 
     def execute_or_fail(*arguments: Any, **named: Any) -> Any:
         fail("vllm", number)
         return execute_model(*arguments, **named)
 
-    GPUModelRunner.execute_model = execute_or_fail
+    runner.execute_model = execute_or_fail
     return breakable_sampler(make, first, *seat)

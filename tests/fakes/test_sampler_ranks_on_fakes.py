@@ -101,8 +101,8 @@ class Engine:
     heard: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        draw = types.SimpleNamespace(seed=lambda seed: self.done.append(("seed", seed)))
-        runner = types.SimpleNamespace(sampler=types.SimpleNamespace(topk_topp_sampler=draw), lora_manager="worker")
+        self.draw = types.SimpleNamespace(seed=lambda seed: self.done.append(("seed", seed)))
+        runner = types.SimpleNamespace(lora_manager="worker")
         worker = types.SimpleNamespace(model_runner=runner)
         self.model_executor = types.SimpleNamespace(driver_worker=worker)
         self.grammar_masks = types.SimpleNamespace(tell=lambda: {"0-0": len(self.done)}, hear=self.heard.append)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tinker_local.backend.vllm_engine.build_engine import prepare_environment
 from tinker_local.backend.vllm_engine.compat_vllm import runs_on_cpu
-from tinker_local.backend.vllm_engine.draw_tokens import ROWS, FullVocabularyDraw, Likeliest, at_share
+from tinker_local.backend.vllm_engine.draw_tokens import ROWS, Asked, FullVocabularyDraw, Likeliest, at_share
 
 MANY = 2 * ROWS + 3
 
@@ -15,9 +15,10 @@ def draws(logits: Any, seeds: Any, top_k: Any) -> Any:
     """Tokens and logprobs; each request has a seed, unless it is None."""
     device = logits.device
     generators = {row: torch.Generator(device).manual_seed(seed) for row, seed in enumerate(seeds) if seed is not None}
-    module = FullVocabularyDraw(device)
-    tokens, scores = module(logits.clone(), generators, torch.tensor(top_k, dtype=torch.int32, device=device), None)
-    return tokens, scores.of(tokens)
+    cut = torch.tensor(top_k, dtype=torch.int32, device=device)
+    asked = Asked(torch.ones(len(logits), device=device), some_greedy=False, top_k_b=cut, generators=generators)
+    tokens, chosen = FullVocabularyDraw(device)(logits.clone(), asked)
+    return tokens, chosen.logprobs
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def test_each_request_of_a_large_step_draws_what_it_draws_alone(logits: Any) -> 
         alone, logprob = draws(logits[row : row + 1], seeds[row : row + 1], top_k[row : row + 1])
         assert tokens[row] == alone
         torch.testing.assert_close(logprobs[row], logprob[0])
-    torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0])
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(-1, tokens[:, None].long())[:, 0])
 
 
 def test_the_likeliest_of_a_large_step_belong_to_their_requests(logits: Any) -> None:
@@ -82,3 +83,15 @@ def test_a_row_of_nan_yields_some_token() -> None:
     """Its logprob is NaN, which is what says so."""
     found = at_share(torch.full((2, 600), torch.nan), torch.tensor([0.0, 0.5], dtype=torch.float64))
     assert bool(((found >= 0) & (found < 600)).all())
+
+
+@pytest.mark.parametrize("draws", [0, 1, 5, 3000])
+def test_a_request_that_comes_back_goes_on_with_its_random_numbers(logits: Any, draws: int) -> None:
+    """As after a preemption: its generator is that of one that has drawn as often, each time from a whole row."""
+    draw = FullVocabularyDraw(logits.device)
+    generator = torch.Generator(logits.device).manual_seed(11)
+    rows = logits[:1].softmax(-1)
+    for _ in range(draws):
+        draw._draw(rows, {0: generator})
+    again = draw.past(11, draws, rows.shape[1])
+    assert torch.equal(again.get_state(), generator.get_state())

@@ -1,6 +1,7 @@
 """No model starts whose trainer and sampler compute it differently; real engines on tiny models."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_
 from tinker_local.backend.tiny_models.text_families import TEXT_FAMILIES
 from tinker_local.backend.training.model import load_model
 from tinker_local.backend.vllm_engine.compat_vllm import default_dtype, runs_on_cpu
+from tinker_local.backend.vllm_engine.triton_on_cpu import INTERPRETER
 
 from tests.families.test_other_families import tiny
 from tests.training.test_rotations import scaled_queries
@@ -100,6 +102,10 @@ def with_sections_in_a_row(folder: Path) -> None:
 
 ON_TEXT = "on a text its modules agree up to the LM head$"
 
+not_interpreted = pytest.mark.skipif(
+    os.environ.get(INTERPRETER) == "1", reason="Triton's interpreter makes NaN of the tower of Qwen3-VL in bfloat16"
+)
+
 
 @pytest.mark.parametrize(
     ("make", "change", "where", "dtype", "first"),
@@ -112,7 +118,10 @@ ON_TEXT = "on a text its modules agree up to the LM head$"
             *(make_tiny_vl_model, with_sections_in_a_row, "positions with an image", "float32", ON_TEXT),
             marks=pytest.mark.skipif(not runs_on_cpu(), reason="vLLM's LoRA kernels on CUDA take 16 bits alone"),
         ),
-        (make_tiny_vl_model, with_sections_in_a_row, "positions with an image", "bfloat16", ON_TEXT),
+        pytest.param(
+            *(make_tiny_vl_model, with_sections_in_a_row, "positions with an image", "bfloat16", ON_TEXT),
+            marks=not_interpreted,
+        ),
     ],
     ids=[
         "qwen3-attention-bias",
@@ -209,7 +218,9 @@ IN_BFLOAT16 = [
 """vLLM's kernels of linear attention on CPUs refuse small heads in bfloat16."""
 
 
-@pytest.mark.parametrize("family", [*IN_BFLOAT16, "qwen3_vl", "qwen2_vl", "qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize(
+    "family", [*IN_BFLOAT16, pytest.param("qwen3_vl", marks=not_interpreted), "qwen2_vl", "qwen2_5_vl", "gemma3"]
+)
 async def test_rounding_of_bfloat16_takes_three_quarters_of_what_is_normal_at_most(tmp_path: Path, family: Any) -> None:
     make = make_tiny_text_model if family in TEXT_FAMILIES else make_tiny_vl_model
     make(tmp_path / "model", family=family)

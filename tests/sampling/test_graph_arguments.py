@@ -16,6 +16,7 @@ NAME = compat_vllm.BREAKABLE_GRAPHS
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(compat_vllm, "runs_on_cpu", lambda: False)
     monkeypatch.setattr(build_engine, "runs_on_cpu", lambda: False)
+    monkeypatch.setenv(compat_vllm.MODEL_RUNNER, "0")
     monkeypatch.setenv(NAME, "1")
     monkeypatch.delenv(NAME)
     return monkeypatch

@@ -1,12 +1,11 @@
-"""Tokens that are drawn in one pass: the kernel equals plain torch, and vLLM's sampler uses it where it may."""
+"""Tokens that are drawn in one pass: the kernel equals plain torch, and a step uses it where it may."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tinker_local.backend.vllm_engine.draw_tokens import FullVocabularyDraw
+from tinker_local.backend.vllm_engine.draw_tokens import Asked, FullVocabularyDraw
 
 from tests.interpreter import run_interpreted
 from tests.sampling import one_pass_cases
@@ -37,31 +36,33 @@ def test_the_kernel_draws_as_plain_torch_does_on_a_gpu(dtype: torch.dtype) -> No
     one_pass_cases.check_nan("cuda")
 
 
-def settings(**changes: Any) -> Any:
-    """What vLLM hands its sampler for two requests at T = 1."""
-    plain = {"temperature": torch.ones(2), "top_k": None, "top_p": None, "generators": {}, "no_penalties": True}
-    return SimpleNamespace(**{**plain, **changes})
-
-
 @pytest.mark.mutation(
-    "one-pass-ignores-seeds", "FullVocabularyDraw.in_one_pass", "or changed or settings.generators or", "or changed or"
+    "one-pass-ignores-seeds", "Asked.plain", "return not (cut or self.generators or ", "return not (cut or "
 )
 @pytest.mark.parametrize(
-    ("changes", "widths"),
+    ("changes", "plain"),
     [
-        ({"top_k": torch.tensor([5, 5])}, {}),
-        ({"top_p": torch.tensor([0.5, 1.0])}, {}),
-        ({"no_penalties": False}, {}),
-        ({"generators": {1: torch.Generator()}}, {}),
-        ({}, {1: 3}),
+        ({}, True),
+        ({"top_k_b": torch.tensor([5, 5])}, False),
+        ({"top_p_b": torch.tensor([0.5, 1.0])}, False),
+        ({"lower": lambda logits: None}, False),
+        ({"generators": {1: torch.Generator()}}, False),
+        ({"widths": {1: 3}}, False),
     ],
-    ids=["top_k", "top_p", "penalties", "a seed", "the likeliest"],
+    ids=["temperatures alone", "top_k", "top_p", "penalties", "a seed", "the likeliest"],
 )
-def test_what_the_kernel_cannot_do_goes_through_vllm(changes: dict[str, Any], widths: dict[int, int]) -> None:
-    draw = FullVocabularyDraw(torch.device("cpu"), lambda: widths)
-    seen: list[Any] = []
-    asked = settings(**changes)
+def test_the_kernel_draws_where_temperatures_alone_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], plain: bool
+) -> None:
+    draw = FullVocabularyDraw(torch.device("cpu"))
     draw._has_kernel = True
-    draw.in_one_pass(lambda *args: seen.append(args), torch.zeros(2, 9), asked)
-    assert len(seen) == 1
-    assert seen[0][1] is asked
+    drawn: list[Any] = []
+    monkeypatch.setattr(FullVocabularyDraw, "_in_one_pass", lambda *_: drawn.append("kernel"))
+
+    def in_torch(*_: Any) -> torch.Tensor:
+        drawn.append("torch")
+        return torch.zeros(2, dtype=torch.int64)
+
+    monkeypatch.setattr(FullVocabularyDraw, "_drawn", in_torch)
+    draw(torch.zeros(2, 9), Asked(torch.ones(2), some_greedy=False, **changes))
+    assert drawn == ["kernel" if plain else "torch"]

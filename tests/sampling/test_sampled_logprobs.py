@@ -39,15 +39,15 @@ async def test_a_batch_that_mixes_all_settings_agrees_with_hf(vl: Any, noise: Ca
 
 @pytest.mark.mutation(
     "logprobs-after-the-cut",
-    "FullVocabularyDraw.forward",
-    "return torch.cat(drawn), Probabilities(p_bv, likeliest)",
-    "return torch.cat(drawn), Probabilities(kept_bv / kept_bv.sum(-1, keepdim=True), likeliest)",
+    "FullVocabularyDraw.__call__",
+    "Probabilities(p_bv)\n",
+    "Probabilities(logits_bv.softmax(-1))\n",
 )
 @pytest.mark.mutation(
     "logprobs-without-temperature",
-    "FullVocabularyDraw.install_in",
-    '"processed_logprobs"\n',
-    '"processed_logprobs"\n        sampler.apply_temperature = lambda logits, *_: logits\n',
+    "FullVocabularyDraw.__call__",
+    "logits_bv.div_(asked.temperature_b.where(samples_b, 1.0).unsqueeze(-1))",
+    "pass",
 )
 @pytest.mark.parametrize("settings", SETTINGS)
 async def test_each_setting_alone_agrees_with_hf(text: Any, settings: dict[str, Any]) -> None:

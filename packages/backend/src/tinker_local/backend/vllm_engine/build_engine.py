@@ -16,10 +16,12 @@ from tinker_local.backend.heap import while_importing
 from tinker_local.backend.options import DType
 from tinker_local.backend.sampling.sampler import RESERVED
 from tinker_local.backend.stages import stage
-from tinker_local.backend.vllm_engine import packed_method, patches
+from tinker_local.backend.vllm_engine import packed_method, patches, triton_on_cpu
 from tinker_local.backend.vllm_engine.compat_vllm import (
     BREAKABLE_GRAPHS,
     LORA_RANKS,
+    MODEL_RUNNER,
+    check_model_runner,
     cuda_graphs_work,
     default_dtype,
     forget_rotary_modules,
@@ -27,6 +29,7 @@ from tinker_local.backend.vllm_engine.compat_vllm import (
     has_breakable_graphs,
     image_arguments,
     runs_on_cpu,
+    uses_v2,
     version,
 )
 from tinker_local.backend.vllm_engine.release_engine import kept_by_dynamo, workspaces_of_failures_left
@@ -34,6 +37,7 @@ from tinker_local.backend.vllm_engine.sleep_mode import sleep_mode_is_free
 from tinker_local.backend.weights.published import published_of
 from tinker_local.types import UnsupportedError
 
+log = logging.getLogger(__name__)
 _MIB = 2**20
 _building = threading.Lock()
 
@@ -83,11 +87,14 @@ class EngineOptions:
 def prepare_environment() -> None:
     """Set what vLLM reads from the environment. Call it before vLLM is imported.
 
-    Variables that the user set keep their values, except for the two that this package requires.
+    Variables that the user set keep their values, except for the first one, which this package requires.
+    UnsupportedError for a model runner that is not to be had.
     """
-    # Required: this process steps the engine, and the patches are written for the V1 model runner.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # this process steps the engine
+    check_model_runner()
+    os.environ.setdefault(MODEL_RUNNER, "0")
+    if uses_v2() and runs_on_cpu():
+        triton_on_cpu.interpret()
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # vLLM's logger only takes its level from there once an engine is built.
@@ -220,6 +227,8 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
                 import torch
 
                 torch.cuda.empty_cache()  # of its profile and warm-up; steps take again what they need
+            if uses_v2():
+                log.info("%s: sampled on vLLM's Model Runner V2, as %s=1 says", options.model, MODEL_RUNNER)
             engine.kept_by_dynamo = kept_by_dynamo() - kept_before
             patches.apply_to_engine(engine, events or patches.EngineEvents())
     return engine

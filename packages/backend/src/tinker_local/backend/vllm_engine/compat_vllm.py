@@ -5,6 +5,7 @@ before `build_engine.prepare_environment` has run.
 """
 
 import contextlib
+import functools
 import importlib.metadata
 import os
 from dataclasses import dataclass
@@ -12,9 +13,13 @@ from typing import Any
 
 from tinker_local.backend.options import DType, GrammarChoice
 from tinker_local.backend.rendering.grammar import SWITCHED_OFF
+from tinker_local.types import UnsupportedError
 
 SAMPLED_TEMPERATURE_MIN = 1e-5
 """vLLM samples greedily below this temperature (`_SAMPLING_EPS` of its sampler, the same in 0.26 and 0.32)."""
+
+V2_SINCE = (0, 32)
+"""The first version whose Model Runner V2 this project knows."""
 
 GRAMMARS_SINCE = (0, 32)
 """The first version without known faults with hostile grammars. Published are GHSA-rwxx-mrjm-wc2m, mended in 0.24, and
@@ -26,6 +31,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `max_lora_rank` that vLLM accepts."""
 
 BREAKABLE_GRAPHS = "VLLM_USE_BREAKABLE_CUDAGRAPH"
+MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 _GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *(part * 2**double for double in range(4, 9) for part in (4, 5, 6, 7)), 2048)
 """Positions of the steps that have a CUDA graph. Others are filled up to the next size, beyond 64 by a quarter at most.
@@ -61,6 +67,24 @@ def _distribution_version() -> tuple[int, int]:
             major, minor = importlib.metadata.version(name).split("+")[0].split(".")[:2]
             return int(major), int(minor)
     return 0, 0
+
+
+def check_model_runner() -> None:
+    """UnsupportedError if the environment asks for a model runner that the installed vLLM does not have, or has and is
+    not known here. Does not import vLLM."""
+    wanted = os.environ.get(MODEL_RUNNER, "0")
+    if wanted not in ("0", "1"):
+        raise UnsupportedError(f"{MODEL_RUNNER}: expected 0 or 1, got {wanted!r}")
+    found = _distribution_version()
+    if wanted == "1" and found < V2_SINCE:
+        since, here = (".".join(map(str, numbers)) for numbers in (V2_SINCE, found))
+        raise UnsupportedError(f"{MODEL_RUNNER}=1 needs vLLM {since}, and {here} is installed; 0 samples with it")
+
+
+def uses_v2() -> bool:
+    """Whether engines of this process run on vLLM's Model Runner V2; one process has one runner, since vLLM reads the
+    variable again and again."""
+    return os.environ.get(MODEL_RUNNER) == "1"
 
 
 def runs_on_cpu() -> bool:
@@ -126,6 +150,16 @@ def graph_arguments(most_positions: int, most_sequences: int) -> dict[str, Any]:
     return {"compilation_config": {**graphs, "mode": 0, "cudagraph_capture_sizes": sizes}, **kernels}
 
 
+def top_k_top_p(*, on_cpu: bool) -> Any:
+    """What cuts logits [B, V] in place, given k [B] and p [B] or None. On a CPU in plain torch, also where vLLM finds
+    Triton: its kernel fails in the interpreter."""
+    from vllm.v1.sample.ops import topk_topp_sampler as ops
+
+    if on_cpu and uses_v2():
+        return functools.partial(ops.apply_top_k_top_p_pytorch, allow_cpu_sync=True)
+    return ops.apply_top_k_top_p
+
+
 def module_renames(model: Any) -> Any:
     """How a vLLM model renames modules of Hugging Face, or None; without the packing of several modules into one."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
@@ -172,7 +206,7 @@ def served_model(engine: Any) -> Any:
 
 
 def model_runner(engine: Any) -> Any:
-    """The V1 model runner of an engine in this process."""
+    """The model runner of an engine in this process, V1 or V2."""
     return engine.model_executor.driver_worker.model_runner
 
 
@@ -205,9 +239,9 @@ def forget_rotary_modules() -> None:
     rotary_embedding._ROPE_DICT.clear()
 
 
-def draw_module(engine: Any) -> Any:
+def draw_of(engine: Any) -> Any:
     """The `FullVocabularyDraw` of an engine."""
-    return model_runner(engine).sampler.topk_topp_sampler
+    return engine.draw
 
 
 def scheduler(engine: Any) -> Any:

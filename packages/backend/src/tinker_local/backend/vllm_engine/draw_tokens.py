@@ -5,11 +5,11 @@ through objects per token. Here each token has one number: a vector per step goe
 request's float from it (`slice_request`), and the request's output holds a list. Requests for the likeliest tokens get
 two more vectors per token.
 
+Both model runners of vLLM draw with it: `runner_v1.py` and `runner_v2.py` say what the requests of a step ask for.
+
 Shape suffixes: b requests of a step, a those of them that ask for the likeliest, k how many, v vocabulary.
 """
 
-import functools
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from tinker_local.backend.sampling.prompt_scores import PromptScores
-from torch import nn
+from tinker_local.backend.vllm_engine.compat_vllm import SAMPLED_TEMPERATURE_MIN, top_k_top_p
 
 ROWS = 256
 """Requests of a step that are drawn at a time. A step has up to four times as many, and `models/gpu_plan.py` counts
@@ -59,10 +59,7 @@ class Likeliest:
 
 
 class Scores(Protocol):
-    """What vLLM's sampler takes for the logprobs of a vocabulary. `likeliest` None: no request asks."""
-
-    @property
-    def likeliest(self) -> Likeliest | None: ...
+    """Logprobs of a vocabulary, one row for each request."""
 
     def of(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The logprobs, float32 [B], of one token (int64 [B]) for each row."""
@@ -73,7 +70,6 @@ class Probabilities:
     """float32 [B, V], rows sum to 1; those of chosen tokens are greater than 0."""
 
     p_bv: torch.Tensor
-    likeliest: Likeliest | None = None
 
     def of(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See `Scores`."""
@@ -85,7 +81,6 @@ class Logits:
     """[B, V] of any floating dtype."""
 
     logits_bv: torch.Tensor
-    likeliest: Likeliest | None = None
 
     def of(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See `Scores`."""
@@ -128,11 +123,6 @@ class StepLogprobs:
         """That of one request: one token per step (no speculative decoding), none before its prompt is complete."""
         assert count <= 1
         return self.values[index] if count else None
-
-
-def gather_logprobs(scores: Scores, num_logprobs: int, token_ids: torch.Tensor) -> ChosenLogprobs:
-    """In place of `Sampler.gather_logprobs`: without ranks, and the likeliest only for requests that ask."""
-    return ChosenLogprobs(scores.of(token_ids), scores.likeliest)
 
 
 @dataclass(slots=True, eq=False)
@@ -196,23 +186,6 @@ def _place(parts_bn: torch.Tensor, share_b1: torch.Tensor) -> tuple[torch.Tensor
     return at_b1, (target_b1 - below_b1) / (sums_bn.gather(1, at_b1) - below_b1)
 
 
-def apply_penalties_where_sampled(runner: Any) -> None:
-    """Make `runner` (a V1 model runner) lower the logits of tokens that were sampled, of the requests with penalties.
-
-    vLLM counts the tokens of prompt and answer of every request of the step, over the vocabulary, on the device.
-    """
-    batch = runner.input_batch
-    batch._make_prompt_token_ids_cpu_tensor = lambda: torch.empty((batch.num_reqs, 0), dtype=torch.int64)
-
-    def apply(logits_bv: torch.Tensor, settings: Any, output_token_ids: Sequence[Sequence[int]]) -> torch.Tensor:
-        if not settings.no_penalties:
-            rows = slice(batch.num_reqs)
-            lower(logits_bv, batch.presence_penalties_cpu[rows], batch.frequency_penalties_cpu[rows], output_token_ids)
-        return logits_bv
-
-    runner.sampler.apply_penalties = apply
-
-
 def lower(
     logits_bv: torch.Tensor,
     presence_b: npt.NDArray[np.float32],
@@ -237,108 +210,104 @@ def lower(
     logits_bv[where_row, where_id] -= amount.to(logits_bv.dtype)
 
 
-class FullVocabularyDraw(nn.Module):
-    """In place of vLLM's `TopKTopPSampler`, which gets logits that are divided by each request's temperature.
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """What the requests of a step ask for, one row each; tensors are on the device of the logits.
 
-    Logprobs are log softmax(logits / T) before top-k and top-p, from the probabilities that the draw needs anyway: one
-    softmax per step. Greedy rows are divided by 1; a step with only greedy rows skips this module. On CUDA most steps
-    need neither: `one_pass_draw`.
+    `temperature_b`: float32 [B]; rows below `SAMPLED_TEMPERATURE_MIN` take the likeliest token. None if all do.
+    `some_greedy`: whether any row may. `top_k_b`, `top_p_b`: [B], or None where no request cuts. `generators`: of the
+    requests with a seed, by row. `widths`: how many of the likeliest tokens requests ask for, by row. `lower`: applies
+    penalties to logits, float32 [B, V], in place; None without any.
+    """
+
+    temperature_b: torch.Tensor | None
+    some_greedy: bool
+    top_k_b: torch.Tensor | None = None
+    top_p_b: torch.Tensor | None = None
+    generators: Mapping[int, torch.Generator] = field(default_factory=dict)
+    widths: Mapping[int, int] = field(default_factory=dict)
+    lower: Callable[[torch.Tensor], None] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing but temperatures is asked for."""
+        cut = self.top_k_b is not None or self.top_p_b is not None
+        return not (cut or self.generators or self.widths or self.lower)
+
+
+class FullVocabularyDraw:
+    """In place of vLLM's samplers.
+
+    Logprobs are log softmax(logits / T) after penalties and before top-k and top-p, from the probabilities that the
+    draw needs anyway: one softmax per step. Greedy rows are divided by 1. On CUDA most steps need neither:
+    `one_pass_draw`.
 
     Unseeded requests draw from separate generators, seeded by the operating system: samples do not repeat when the
     program seeds torch's global generator, and do not change that program's random numbers.
     """
 
-    def __init__(self, device: torch.device, widths: Callable[[], Mapping[int, int]] = dict) -> None:
-        """`widths`: how many of the likeliest tokens the requests of the current step ask for, by row."""
-        super().__init__()
+    def __init__(self, device: torch.device) -> None:
         self._has_kernel = device.type == "cuda"
-        self._widths = widths
         self._unseeded = torch.Generator(device)
         self._unseeded.seed()
         self._seeds = torch.Generator()
         self._seeds.seed()
-        self._rewinds = False
-        self._states: dict[int, torch.Tensor] = {}
 
     def seed(self, seed: int) -> None:
         """Draw for unseeded requests as every other rank of this engine does."""
         self._unseeded.manual_seed(seed)
         self._seeds.manual_seed(seed)
 
-    @classmethod
-    def install(cls, runner: Any) -> None:
-        """Make `runner` (a V1 model runner) draw with it."""
+    def __call__(self, logits_bv: torch.Tensor, asked: Asked) -> tuple[torch.Tensor, ChosenLogprobs]:
+        """Token ids, int32 [B], and their logprobs. May change the logits, of any floating dtype."""
+        if self._has_kernel and asked.plain:
+            return self._in_one_pass(logits_bv, asked.temperature_b)
+        logits_bv = logits_bv.float()
+        if asked.lower is not None:
+            asked.lower(logits_bv)
+        scores: Scores
+        if asked.temperature_b is None:
+            ids_b, scores = logits_bv.argmax(dim=-1), Logits(logits_bv)
+            likeliest = _likeliest(logits_bv, asked)
+        else:
+            greedy_b = logits_bv.argmax(dim=-1) if asked.some_greedy else None
+            samples_b = asked.temperature_b >= SAMPLED_TEMPERATURE_MIN
+            logits_bv.div_(asked.temperature_b.where(samples_b, 1.0).unsqueeze(-1))
+            p_bv = logits_bv.softmax(dim=-1, dtype=torch.float32)
+            likeliest = _likeliest(logits_bv, asked)
+            ids_b, scores = self._drawn(logits_bv, p_bv, asked), Probabilities(p_bv)
+            if greedy_b is not None:
+                ids_b = ids_b.where(samples_b, greedy_b)
+        return ids_b.int(), ChosenLogprobs(scores.of(ids_b), likeliest)
 
-        def widths() -> Mapping[int, int]:
-            batch = runner.input_batch
-            if not batch.sampling_metadata.max_num_logprobs:
-                return {}
-            return {batch.req_id_to_index[name]: k for name, k in batch.num_logprobs.items() if k}
+    def _in_one_pass(
+        self, logits_bv: torch.Tensor, temperature_b: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ChosenLogprobs]:
+        """Reads the logits once."""
+        from tinker_local.backend.vllm_engine.one_pass_draw import draw
 
-        cls(runner.device, widths).install_in(runner.sampler)
+        if temperature_b is None:
+            temperature_b = torch.zeros(len(logits_bv), device=logits_bv.device)
+        ids_b, logprobs_b = draw(logits_bv, temperature_b, int(torch.randint(2**62, (), generator=self._seeds)))
+        return ids_b, ChosenLogprobs(logprobs_b)
 
-    def install_in(self, sampler: Any) -> None:
-        """Make vLLM's `Sampler` draw with it and return `ChosenLogprobs`."""
-        sampler.forward = functools.partial(self.in_one_pass, sampler.forward)
-        sampler.topk_topp_sampler = self
-        # vLLM takes what the module returns for the processed logprobs; it need not be a tensor.
-        sampler.logprobs_mode = "processed_logprobs"
-        # For steps with only greedy rows.
-        sampler.compute_logprobs = lambda logits_bv: Logits(logits_bv, self._likeliest(logits_bv))
-        sampler.gather_logprobs = gather_logprobs
-
-    def forward(
-        self,
-        logits_bv: torch.Tensor,
-        generators: dict[int, torch.Generator],
-        top_k_b: torch.Tensor | None,
-        top_p_b: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, Probabilities]:
-        """Token ids int64 [B] and the source of their logprobs. `generators`: by row, of requests with a seed."""
-        p_bv = logits_bv.softmax(dim=-1, dtype=torch.float32)
-        likeliest = self._likeliest(logits_bv)
-        if self._rewinds:
-            self._states = {row: generator.get_state() for row, generator in generators.items()}
+    def _drawn(self, logits_bv: torch.Tensor, p_bv: torch.Tensor, asked: Asked) -> torch.Tensor:
+        """Ids int64 [B] from `p_bv`, the probabilities of `logits_bv`, after top-k and top-p, which cut the logits."""
         drawn = []
         for start in range(0, len(p_bv), ROWS):
             rows = slice(start, start + ROWS)
             kept_bv = p_bv[rows]
-            if top_k_b is not None or top_p_b is not None:
-                from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-
+            if asked.top_k_b is not None or asked.top_p_b is not None:
                 # Cuts in place; the logits are not needed after this.
-                cut_bv = apply_top_k_top_p(
+                cut_bv = top_k_top_p(on_cpu=not self._has_kernel)(
                     logits_bv[rows],
-                    None if top_k_b is None else top_k_b[rows],
-                    None if top_p_b is None else top_p_b[rows],
+                    None if asked.top_k_b is None else asked.top_k_b[rows],
+                    None if asked.top_p_b is None else asked.top_p_b[rows],
                 )
                 kept_bv = kept_bv.masked_fill(cut_bv == -torch.inf, 0.0)
-            of_rows = {row - start: generators[row] for row in generators.keys() & range(rows.start, rows.stop)}
-            drawn.append(self._draw(kept_bv, of_rows))
-        return torch.cat(drawn), Probabilities(p_bv, likeliest)
-
-    def in_one_pass(self, otherwise: Callable[..., Any], logits: torch.Tensor, sampling_metadata: Any) -> Any:
-        """In place of `Sampler.forward`: a step on CUDA without seeds, top-k, top-p, penalties and requests for the
-        likeliest tokens reads its logits [B, V] once. Of vLLM's other settings, `engine_inputs.py` uses none."""
-        settings = sampling_metadata
-        changed = settings.top_k is not None or settings.top_p is not None or not settings.no_penalties
-        if not self._has_kernel or changed or settings.generators or self._widths():
-            return otherwise(logits, settings)
-        from tinker_local.backend.vllm_engine.one_pass_draw import draw
-        from vllm.v1.outputs import SamplerOutput
-
-        temperature_b = settings.temperature
-        if temperature_b is None:  # only greedy rows
-            temperature_b = torch.zeros(len(logits), device=logits.device)
-        ids_b, logprobs_b = draw(logits, temperature_b, int(torch.randint(2**62, (), generator=self._seeds)))
-        return SamplerOutput(
-            sampled_token_ids=ids_b.unsqueeze(-1),
-            logprobs_tensors=ChosenLogprobs(logprobs_b),
-        )
-
-    def _likeliest(self, logits_bv: torch.Tensor) -> Likeliest | None:
-        widths = self._widths()
-        return Likeliest.of(logits_bv, widths) if widths else None
+            seeded = asked.generators.keys() & range(rows.start, rows.stop)
+            drawn.append(self._draw(kept_bv, {row - start: asked.generators[row] for row in seeded}))
+        return torch.cat(drawn)
 
     def _draw(self, p_bv: torch.Tensor, generators: dict[int, torch.Generator]) -> torch.Tensor:
         """Ids int64 [B] with the distributions p / sum(p)."""
@@ -359,25 +328,19 @@ class FullVocabularyDraw(nn.Module):
             noise_bv[row].exponential_(generator=generator)
         return torch.div(p_bv, noise_bv, out=noise_bv).argmax(dim=-1)
 
-    def rewind_discarded(self, runner: Any) -> None:
-        """Undo the draws of requests whose prompt is not complete, which vLLM discards.
+    def past(self, seed: int, draws: int, width: int) -> torch.Generator:
+        """A generator of a request with `seed` that has sampled `draws` tokens of a vocabulary of `width`."""
+        generator = torch.Generator(self._unseeded.device)
+        generator.manual_seed(seed)
+        if not draws:
+            return generator
+        if not self._has_kernel:
+            torch.rand(draws, dtype=torch.float64, generator=generator)
+            return generator
+        torch.empty(width, device=generator.device).exponential_(generator=generator)
+        generator.set_offset(draws * generator.get_offset())
+        return generator
 
-        vLLM rewinds such a request's generator by CUDA's count of random numbers. A CPU generator has none, so it would
-        raise, and a seeded request with a long prompt would fail the step for all requests.
-        """
-        self._rewinds = True
-        original = type(runner)._bookkeeping_sync
 
-        def bookkeeping(self_: Any, *args: Any, **kwargs: Any) -> Any:
-            batch = self_.input_batch
-            generators = batch.generators
-            for row in np.flatnonzero(self_.discard_request_mask.np[: batch.num_reqs]).tolist():
-                if row in generators:
-                    generators[row].set_state(self._states[row])
-            batch.generators = {}
-            try:
-                return original(self_, *args, **kwargs)
-            finally:
-                batch.generators = generators
-
-        runner._bookkeeping_sync = types.MethodType(bookkeeping, runner)
+def _likeliest(logits_bv: torch.Tensor, asked: Asked) -> Likeliest | None:
+    return Likeliest.of(logits_bv, asked.widths) if asked.widths else None

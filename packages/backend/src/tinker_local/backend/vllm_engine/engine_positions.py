@@ -74,7 +74,7 @@ def _computed(
 ) -> Rotations:
     import torch
 
-    axes = 3 if runner.uses_mrope else 1
+    axes = 3 if runner.model_config.uses_mrope else 1
     place = torch.from_numpy(positions[:axes].copy()).to(runner.device)
     decoder = _transformers_decoder(model, modules[chosen[0]][0])
     if decoder is not None:

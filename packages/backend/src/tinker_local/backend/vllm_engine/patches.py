@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tinker_local.backend.families import family_of
 from tinker_local.backend.stages import stage
@@ -25,6 +25,8 @@ from tinker_local.backend.vllm_engine import (
     lora_operators,
     release_engine,
     rotary_on_cpu,
+    runner_v1,
+    runner_v2,
     score_prompts,
     sleep_mode,
     vllm_experts,
@@ -36,6 +38,7 @@ from tinker_local.backend.vllm_engine.compat_vllm import (
     model_runner,
     runs_on_cpu,
     scheduler,
+    uses_v2,
     version,
 )
 
@@ -289,17 +292,15 @@ def _keep_workspaces(engine: Any, events: EngineEvents) -> None:
 
 
 def _draw(engine: Any, events: EngineEvents) -> None:
-    draw_tokens.FullVocabularyDraw.install(model_runner(engine))
+    engine.draw = runner_v1.draw_all(model_runner(engine))
 
 
-def _apply_penalties(engine: Any, events: EngineEvents) -> None:
-    draw_tokens.apply_penalties_where_sampled(model_runner(engine))
+def _know_draw(engine: Any, events: EngineEvents) -> None:
+    engine.draw = model_runner(engine).sampler.draw
 
 
-def _rewind_discarded_draws(engine: Any, events: EngineEvents) -> None:
-    runner = model_runner(engine)
-    if runner.device.type == "cpu":
-        runner.sampler.topk_topp_sampler.rewind_discarded(runner)
+def _keep_generators(engine: Any, events: EngineEvents) -> None:
+    runner_v1.keep_generators(model_runner(engine))
 
 
 def _collect_logprobs(engine: Any, events: EngineEvents) -> None:
@@ -307,7 +308,11 @@ def _collect_logprobs(engine: Any, events: EngineEvents) -> None:
 
 
 def _score_prompts(engine: Any, events: EngineEvents) -> None:
-    score_prompts.answer_questions(model_runner(engine))
+    runner_v1.answer_questions(model_runner(engine))
+
+
+def _score_prompts_on_v2(engine: Any, events: EngineEvents) -> None:
+    runner_v2.answer_questions(model_runner(engine))
 
 
 def _read_cached_prefixes(engine: Any, events: EngineEvents) -> None:
@@ -386,7 +391,9 @@ class Patch:
     """What a patch does, why, and which of the `versions` that we tried need it.
 
     `names`: the private names of vLLM, and the public ones that we assign to. `tests`: those below `tests/` that fail
-    without the patch. `hook`: the public alternative in vLLM. `used_in`: other modules that use the names.
+    without the patch. `hook`: the public alternative in vLLM. `used_in`: other modules that use the names. `runner`:
+    the model runner that needs it. `on_v2`: what Model Runner V2 needs in its place, or what of V2 it touches (files
+    below vLLM's `v1/worker`); without it, a patch touches no runner.
     """
 
     what: str
@@ -399,6 +406,13 @@ class Patch:
     to_process: Callable[[], None] | None = None
     to_config: Callable[[Any, int], None] | None = None
     to_engine: Callable[[Any, EngineEvents], None] | None = None
+    runner: Literal["both", "V1", "V2"] = "both"
+    on_v2: str = ""
+
+    @property
+    def applies(self) -> bool:
+        """Whether the model runner of this process needs it."""
+        return self.runner in ("both", "V2" if uses_v2() else "V1")
 
 
 PATCHES = (
@@ -450,6 +464,7 @@ PATCHES = (
         used_in=("vllm_experts.py",),
         to_process=vllm_experts.take_adapters_on_cpu,
         to_config=vllm_experts.share_factors,
+        on_v2="the same; rows are mapped to adapters by LoraState.make_lora_inputs of gpu/lora_utils.py",
     ),
     Patch(
         "a model with experts may come after one without",
@@ -576,6 +591,7 @@ PATCHES = (
         ("families/test_gemma3.py::test_trainer_and_sampler_agree_with_each_target_alone",),
         used_in=("whole_images.py",),
         to_process=whole_images.see_whole_images,
+        on_v2="the same: DefaultModelState.prepare_attn of gpu/model_states/default.py says where images are",
     ),
     Patch(
         "no step has a part of an image whose positions see each other",
@@ -625,6 +641,7 @@ PATCHES = (
         ("_global_graph_pool",),
         ("sampling/test_graphs_on_gpu.py::test_prompts_after_a_picture_are_as_without_graphs",),
         to_config=_take_another_graph_pool,
+        on_v2="the same: CudaGraphManager of gpu/cudagraph_utils.py takes the pool of the process",
     ),
     Patch(
         "copies of norms, with which positions are measured, compute with their own weights",
@@ -645,6 +662,7 @@ PATCHES = (
         ("sampling/test_image_features_stay.py::test_requests_of_more_images_than_a_step_holds_encode_each_once",),
         hook="none: EngineArgs sets it to max_num_batched_tokens, which also sizes the profiling run at start-up",
         to_config=_keep_images,
+        on_v2="the same: EncoderCache of gpu/mm/encoder_cache.py keeps what the scheduler does not free",
     ),
     Patch(
         "vLLM leaves the garbage collector's heap as it is",
@@ -673,6 +691,7 @@ PATCHES = (
         ("sampling/test_start_stages.py::test_an_engine_says_where_the_time_of_its_start_went",),
         hook="none",
         to_process=_time_stages,
+        on_v2="the same: capture_model of gpu/model_runner.py",
     ),
     Patch(
         "each group of tensor parallel ranks names its shared memory differently",
@@ -717,36 +736,62 @@ PATCHES = (
         to_engine=_prevent_shutdown,
     ),
     Patch(
-        "tokens are drawn by FullVocabularyDraw, with logprobs after the temperature and before top-k and top-p",
-        "raw_logprobs ignore the temperature, processed_logprobs renormalise over what top-k and top-p keep",
-        "0.26 to 0.32",
-        ("topk_topp_sampler", "logprobs_mode", "compute_logprobs", "gather_logprobs", "forward"),
-        ("sampling/test_sampled_logprobs.py::test_each_setting_alone_agrees_with_hf",),
-        hook="none: a custom LogitsProcessor runs before the temperature and returns no logprobs",
-        used_in=("draw_tokens.py",),
-        to_engine=_draw,
-    ),
-    Patch(
-        "penalties lower the logits of what was sampled, of requests that have penalties",
-        "vLLM counts the tokens of all requests over the vocabulary in each step, in memory that the plan lacks",
+        "tokens are drawn by FullVocabularyDraw: penalties lower what was sampled, and logprobs are of the logits after"
+        " the temperature and before top-k and top-p",
+        "raw_logprobs ignore the temperature, processed_logprobs renormalise over what top-k and top-p keep. For "
+        "penalties vLLM counts the tokens of all requests over the vocabulary, in memory that the plan lacks",
         "0.26 to 0.32",
         (
-            "apply_penalties",
+            "forward",
             "_make_prompt_token_ids_cpu_tensor",
             *("presence_penalties_cpu", "frequency_penalties_cpu", "no_penalties"),
         ),
-        ("sampling/test_penalties.py::test_logprobs_are_of_the_logits_after_penalties",),
-        used_in=("draw_tokens.py",),
-        to_engine=_apply_penalties,
+        (
+            "sampling/test_sampled_logprobs.py::test_each_setting_alone_agrees_with_hf",
+            "sampling/test_penalties.py::test_logprobs_are_of_the_logits_after_penalties",
+        ),
+        hook="none: a custom LogitsProcessor runs before the temperature and returns no logprobs",
+        used_in=("runner_v1.py",),
+        to_engine=_draw,
+        runner="V1",
+        on_v2="a class in place of its Sampler, the next row",
     ),
     Patch(
-        "a draw for a request whose prompt is incomplete is undone from our own copy of the generator's state",
-        "vLLM rewinds a generator by its CUDA offset, which raises for a CPU generator",
+        "the runner makes its sampler from FullVocabularySampler, which draws in the same way",
+        "the same as of V1; V2's counts of penalties stay on the device, 300 MB of 512 requests; it takes seeds of "
+        "requests without one from numpy's global generator, and draws nothing that V1 draws",
+        "0.32",
+        ("Sampler", "penalties_state"),
+        (
+            "sampling/test_sampled_logprobs.py::test_each_setting_alone_agrees_with_hf",
+            "sampling/test_penalties.py::test_logprobs_are_of_the_logits_after_penalties",
+        ),
+        hook="none: custom_sampler is of a model's class, custom LogitsProcessors run before the temperature",
+        used_in=("runner_v2.py",),
+        to_process=runner_v2.replace_sampler,
+        to_engine=_know_draw,
+        runner="V2",
+    ),
+    Patch(
+        "its kernels run on a CPU, in Triton's interpreter",
+        "vLLM has them for Triton alone, whose backend for CPUs is on no index",
+        "CPU, 0.32",
+        ("backends",),
+        ("sampling/test_model_runners.py::test_both_runners_give_the_same_tokens_and_logprobs",),
+        hook="none: V1 is the runner of a CPU unless the variable says otherwise",
+        used_in=("triton_on_cpu.py",),
+        runner="V2",
+    ),
+    Patch(
+        "a request draws no random number before its prompt is complete",
+        "vLLM draws, and rewinds the generator by its CUDA offset, which raises for a CPU generator",
         "CPU, 0.26 to 0.32",
-        ("_bookkeeping_sync", "generators"),
+        ("_bookkeeping_sync", "generators", "discard_request_mask"),
         ("sampling/test_seeds.py::test_a_seeded_prompt_that_takes_several_steps_draws_the_same",),
-        used_in=("draw_tokens.py",),
-        to_engine=_rewind_discarded_draws,
+        used_in=("runner_v1.py",),
+        to_engine=_keep_generators,
+        runner="V1",
+        on_v2="none: FullVocabularySampler knows which prompts a step completes",
     ),
     Patch(
         "a request's output holds one float per token, and arrays of the likeliest tokens if asked for",
@@ -762,16 +807,32 @@ PATCHES = (
         "prompts are scored by score_prompts, each request with its own adapter on the LM head",
         "vLLM has neither draws at prompt positions nor targets per position with top-k, builds a dict per token, and "
         "scores prompts with the LM head's adapter of the rows that were sampled: missing on CUDA, a crash on CPU "
-        "(vllm-project/vllm#51594, V1 model runner)",
+        "(vllm-project/vllm#51594)",
         "0.26 to 0.33",
         ("_get_prompt_logprobs_dict", "in_progress_prompt_logprobs_cpu", "punica_wrapper"),
         (
             "sampling/test_prompt_scores.py::test_everything_at_once_agrees_with_hf",
             "sampling/test_adapters.py::test_prompt_logprobs_of_several_requests_have_their_own_lm_head",
         ),
-        hook="prompt_logprob_token_ids and prompt_logprob_start (0.32) cover targets, with the same fault",
-        used_in=("score_prompts.py", "lora_operators.py"),
+        hook="none",
+        used_in=("runner_v1.py", "score_prompts.py", "lora_operators.py"),
         to_engine=_score_prompts,
+        runner="V1",
+        on_v2="an object in place of its PromptLogprobsWorker, the next row",
+    ),
+    Patch(
+        "prompts are scored by score_prompts in place of the runner's worker for them",
+        "the same as of V1, the LM head's adapter included",
+        "0.32, 0.33",
+        ("prompt_logprobs_worker", "punica_wrapper"),
+        (
+            "sampling/test_prompt_scores.py::test_everything_at_once_agrees_with_hf",
+            "sampling/test_adapters.py::test_prompt_logprobs_of_several_requests_have_their_own_lm_head",
+        ),
+        hook="prompt_logprob_token_ids and prompt_logprob_start cover targets, with the same fault",
+        used_in=("runner_v2.py", "score_prompts.py", "lora_operators.py"),
+        to_engine=_score_prompts_on_v2,
+        runner="V2",
     ),
     Patch(
         "requests that score the end of a prompt read the beginning from the prefix cache",
@@ -802,6 +863,7 @@ PATCHES = (
         hook="none: a LoRAResolver also returns a folder",
         used_in=("compat_vllm.py", "vllm_adapters.py"),
         to_engine=_load_adapters,
+        on_v2="the same: both runners inherit from LoRAModelRunnerMixin",
     ),
     Patch(
         "adapters that leave the vision tower as it is share the features of images with the base model",
@@ -821,6 +883,7 @@ PATCHES = (
             "sampling/test_image_features_stay.py::test_images_of_a_model_without_a_family_are_counted_on_a_fake",
         ),
         to_engine=_report_images,
+        on_v2="the same: get_model and supports_mm_inputs of gpu/model_runner.py",
     ),
     Patch(
         "the first step of each sequence is reported",
@@ -832,6 +895,7 @@ PATCHES = (
         ),
         hook="scheduler_cls takes a class, but vLLM says that its interface is not public",
         to_engine=_report_begun,
+        on_v2="the same; a preempted sequence comes back as a new request, and is reported again",
     ),
     Patch(
         "grammars are matched in processes of their requests, and a sequence whose next token is not settled is "
@@ -858,6 +922,7 @@ PATCHES = (
         hook="none: the backends of structured output are a fixed list",
         used_in=("grammar_masks.py",),
         to_engine=_match_elsewhere,
+        on_v2="the same: StructuredOutputsWorker of gpu/structured_outputs.py applies the scheduler's masks",
     ),
     Patch(
         "a sleep or a wake-up that fails half way is undone, and memory that was not saved is zero again",
@@ -870,6 +935,7 @@ PATCHES = (
             "test_an_engine_closed_in_its_sleep_leaves_nothing_and_the_next_one_works",
         ),
         used_in=("sleep_mode.py", "compat_vllm.py"),
+        on_v2="the same: init_kv_cache of gpu/attn_utils.py puts the KV cache alone into its pool",
     ),
     Patch(
         "a model reads the matrices of a trainer in this process",
@@ -899,6 +965,7 @@ PATCHES = (
         ("_PTR_DICT", "_bytecode_hooks", "model", "lora_manager", "engine_core"),
         ("sampling/test_released_engines.py::test_a_released_engine_leaves_no_weights",),
         used_in=("release_engine.py",),
+        on_v2="the same: model, kv_caches and lora_manager of gpu/model_runner.py",
     ),
     Patch(
         "workspaces (buffers of steps) stay as long as the engine whose CUDA graphs write to them, and end with it",
@@ -928,19 +995,19 @@ PATCHES = (
 def apply_to_process() -> None:
     """Patch the process, for engines that are built from now on."""
     for patch in PATCHES:
-        if patch.to_process is not None:
+        if patch.applies and patch.to_process is not None:
             patch.to_process()
 
 
 def apply_to_config(config: Any, image_cache_bytes: int) -> None:
     """Patch the `VllmConfig` of an engine to be built."""
     for patch in PATCHES:
-        if patch.to_config is not None:
+        if patch.applies and patch.to_config is not None:
             patch.to_config(config, image_cache_bytes)
 
 
 def apply_to_engine(engine: Any, events: EngineEvents) -> None:
     """Patch an `LLMEngine` that was built and has not stepped yet."""
     for patch in PATCHES:
-        if patch.to_engine is not None:
+        if patch.applies and patch.to_engine is not None:
             patch.to_engine(engine, events)

@@ -12,7 +12,7 @@ from tinker_local.backend.sampling.process_sampler import SamplerSeat
 from tinker_local.backend.spare_memory import give_back_at_rest
 from tinker_local.backend.vllm_engine import sleep_mode
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions, build_engine
-from tinker_local.backend.vllm_engine.compat_vllm import draw_module, lora_worker, masks_of, runs_on_cpu
+from tinker_local.backend.vllm_engine.compat_vllm import draw_of, lora_worker, masks_of, runs_on_cpu
 from tinker_local.backend.vllm_engine.engine_positions import engine_rotations
 from tinker_local.backend.vllm_engine.patches import EngineEvents
 from tinker_local.backend.vllm_engine.rank_leader import Call, Prepare, Told, fingerprint, join, link
@@ -93,7 +93,7 @@ class Follower:
                 self._waiting.append(told)
 
     def _seed(self, seed: int) -> None:
-        draw_module(self._engine).seed(seed)
+        draw_of(self._engine).seed(seed)
 
     def _step(self, ended: int, masks: Any) -> None:
         """`ended`: the fingerprint of rank 0's last step. `masks`: what sequences under a grammar may say next."""

@@ -24,7 +24,7 @@ from typing import Any
 from tinker_local.backend.adapters.adapter import AdapterState, AdapterVersion, written
 from tinker_local.backend.process.channel import Channel
 from tinker_local.backend.sampling.process_sampler import SamplerSeat
-from tinker_local.backend.vllm_engine.compat_vllm import draw_module, masks_of, runs_on_cpu
+from tinker_local.backend.vllm_engine.compat_vllm import draw_of, masks_of, runs_on_cpu
 from tinker_local.backend.vllm_engine.patches import RANKS_NAME
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class Leader:
     def lead(self, engine: Any) -> None:
         """From now on, others do what `engine` does."""
         seed = int.from_bytes(os.urandom(7), "little")
-        draw_module(engine).seed(seed)
+        draw_of(engine).seed(seed)
         self._masks = masks_of(engine)
         self._tell("seed", seed)
         for name in ("add_request", "abort_request", "add_lora", "remove_lora"):

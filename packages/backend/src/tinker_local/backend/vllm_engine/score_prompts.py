@@ -1,4 +1,4 @@
-"""Scores prompts inside vLLM's model runner, in place of vLLM's prompt logprobs.
+"""Scores prompts inside vLLM's model runners, in place of vLLM's prompt logprobs.
 
 A request's `PromptQuestions` travel in its `SamplingParams.extra_args`; its output holds the arrays that answer them.
 Prompts may come in parts (chunked prefill), and again from the beginning after a preemption.
@@ -6,7 +6,6 @@ Prompts may come in parts (chunked prefill), and again from the beginning after 
 Shape suffixes: n rows of a part, v vocabulary.
 """
 
-import types
 from typing import Any
 
 import numpy as np
@@ -51,46 +50,38 @@ def read_cached_prefixes(manager: Any) -> None:
     manager.get_computed_blocks = get_computed_blocks
 
 
-def answer_questions(runner: Any) -> None:
-    """Make `runner` (a V1 model runner) answer the questions of `ask`."""
-    heads = LMHeads(runner)
-
-    def prompt_scores(
-        self: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
-    ) -> dict[str, PromptScores]:
-        pending: dict[str, int] = self.num_prompt_logprobs
-        finished: dict[str, PromptScores] = {}
-        for request_id in [name for name in pending if name in num_scheduled_tokens]:
-            request = self.requests[request_id]
-            questions: PromptQuestions = request.sampling_params.extra_args[_QUESTIONS]
-            if request.in_progress_prompt_logprobs_cpu is None:
-                request.in_progress_prompt_logprobs_cpu = questions.unanswered()
-            scores: PromptScores = request.in_progress_prompt_logprobs_cpu
-            computed, scheduled = request.num_computed_tokens, num_scheduled_tokens[request_id]
-            row = self.input_batch.req_id_to_index[request_id]
-            offset = int(self.query_start_loc.np[row]) - computed
-            start, stop = max(computed, questions.first_row), min(computed + scheduled, questions.num_rows)
-            if start < stop:
-                with heads.of(int(self.input_batch.request_lora_mapping[row])):
-                    _score(self, hidden_states[offset + start : offset + stop], start, questions, scores)
-            # The step that computes the last position also gives the first token. If that position has a row, the
-            # prompt fills the context, and the engine has all of it but the last token.
-            if computed + scheduled >= len(request.prompt_token_ids):
-                finished[request_id] = scores
-                request.in_progress_prompt_logprobs_cpu = None
-                del pending[request_id]
-        return finished
-
-    runner._get_prompt_logprobs_dict = types.MethodType(prompt_scores, runner)
+def questions_of(params: Any) -> PromptQuestions:
+    """Of `SamplingParams` that `ask` has changed."""
+    questions: PromptQuestions = params.extra_args[_QUESTIONS]
+    return questions
 
 
-def _score(
-    runner: Any, hidden_states: torch.Tensor, start: int, questions: PromptQuestions, scores: PromptScores
-) -> None:
-    """Answer one row for each of `hidden_states`, from row `start` on, in parts that bound the memory."""
-    for part in hidden_states.split(rows_at_a_time(questions, runner.model_config.get_vocab_size())):
-        answer_rows(runner.model.compute_logits(part), start, questions, scores)
-        start += len(part)
+class PromptScorer:
+    """Answers questions from the hidden states of prompts, for either model runner."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._heads = LMHeads(runner)
+
+    def answer(
+        self,
+        hidden_states: torch.Tensor,
+        computed: int,
+        adapter_id: int,
+        questions: PromptQuestions,
+        scores: PromptScores,
+    ) -> None:
+        """Write into `scores` what one step says: `hidden_states` [T, H] of the positions from `computed` on. With the
+        LM head of `adapter_id` (0: the base model); in parts that bound the memory."""
+        start = max(computed, questions.first_row)
+        stop = min(computed + len(hidden_states), questions.num_rows)
+        if start >= stop:
+            return
+        at_a_time = rows_at_a_time(questions, self._runner.model_config.get_vocab_size())
+        with self._heads.of(adapter_id):
+            for part in hidden_states[start - computed : stop - computed].split(at_a_time):
+                answer_rows(self._runner.model.compute_logits(part), start, questions, scores)
+                start += len(part)
 
 
 def rows_at_a_time(questions: PromptQuestions, vocab_size: int) -> int:
