@@ -62,6 +62,7 @@ REFUSED = """
 
 - models whose images see forward (`gemma4`), but for Gemma 3; `paligemma`, where all of a prompt does, and in vLLM the
   image alone;
+- models of which a layer adds features of images to what it gives (`granite4_vision`), but for Qwen3-VL;
 - models of which vLLM takes no adapters (`llava_onevision`, `cohere2_vision`), and models with sound;
 - models whose layers do not pass their arguments on to attention (`nemotron`, `stablelm`), or compute it by other
   functions than transformers' common ones, or have convolutions along the sequence that are not LFM2's (`falcon_h1`);

@@ -18,7 +18,7 @@ from tinker_local.backend.exporting import export_checkpoint
 from tinker_local.backend.families import family_of
 from tinker_local.backend.rendering.rendered_input import TrainerImage
 from tinker_local.backend.tiny_models.seeing_models import make_tiny_seeing_model
-from tinker_local.types import EncodedTextChunk, ImageChunk, LoraConfig, ModelInput
+from tinker_local.types import EncodedTextChunk, ImageChunk, InvalidRequestError, LoraConfig, ModelInput
 from transformers import AutoConfig, AutoProcessor
 
 from tests.conftest import Server, start_server
@@ -106,7 +106,7 @@ def inputs(read: Sequence[tuple[ImageChunk, TrainerImage]]) -> list[tuple[ModelI
 
 
 def test_trainer_and_sampler_agree_before_and_after_training(
-    sdk: SdkDriver, server: Server, inputs: list[tuple[ModelInput, np.ndarray]], tmp_path: Path
+    sdk: SdkDriver, server: Server, inputs: list[tuple[ModelInput, np.ndarray]], folder: Path, tmp_path: Path
 ) -> None:
     """And the checkpoint resumes, and is exported for PEFT and merged, which are compared with the trainer."""
     client = sdk.create("tiny/sees", LoraConfig(rank=4, seed=4))
@@ -124,6 +124,11 @@ def test_trainer_and_sampler_agree_before_and_after_training(
         assert exported.checked is not None
         assert exported.checked.agrees
         assert exported.checked.images == 1
+        left_out = [each for each in exported.warnings if "leaves logits_scaling 2.0 out of its logits" in each]
+        assert len(left_out) == (folder.name == "granite_vision")
+    if folder.name == "lfm2_vl":
+        with pytest.raises(InvalidRequestError, match=r"ignores adapters of some modules .* such as .*\.conv\.in_proj"):
+            export_checkpoint(state, tmp_path / "vllm", to="vllm", data_dir=server.data_dir)
 
 
 def test_a_tower_is_trained_where_vllm_takes_adapters_of_it(
