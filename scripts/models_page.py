@@ -46,10 +46,17 @@ OTHERS_THAT_SEE = """
 So is the language model of any class of transformers that reads images and text. Its own processor says what an image
 is in a prompt: which tokens, ends of rows and marks of tiles among them, and what the vision tower takes; vLLM's must
 make the same of each picture, otherwise the request is refused with the difference. Its own code computes features and
-positions. The tower stays frozen. At the start the trainer is compared with transformers' whole forward, on pictures of
-four shapes, between, before and behind texts, and two in a prompt, and trainer and sampler on several shapes; a model
-that differs is refused with the prompt, the position and both numbers. Tests have seen these agree, with gradients of
-adapters that are transformers' in float64:
+positions, for pictures of one size at once where it computes them in a batch as it does alone. At the start the trainer
+is compared with transformers' whole forward, on pictures of four shapes, between, before and behind texts, and two in a
+prompt, and trainer and sampler on several shapes; a model that differs is refused with the prompt, the position and
+both numbers. Tests have seen these agree, with gradients of adapters that are transformers' in float64:
+"""
+TOWERS_THAT_SEE = """
+With `--train-vision` adapters also train all linear layers of the tower, and of what is between it and the language
+model, where tests have seen vLLM compute them as transformers does: in `exaone4_5`, `idefics3`, `llava_next`,
+`qwen2_vl`, `smolvlm`, and `llava` with Pixtral's tower. Elsewhere the tower stays frozen, and a run that asks for it
+is refused with the reason: vLLM's class takes no adapters on its tower (`internvl`, `mistral3`) or not on all of it
+(`glm4v`, `glm_ocr`), or fails with them (`llava` with CLIP's tower).
 """
 REFUSED = """
 ### Refused
@@ -122,7 +129,7 @@ def page() -> str:
     refused = "\n".join(f"- `{kind}`: {why}." for kind, why in NOT_SERVED.items() if kind not in FAMILIES)
     others = textwrap.fill(", ".join(f"`{model_type}`" for model_type in OTHERS) + ".", 120, break_on_hyphens=False)
     seeing = textwrap.fill(", ".join(f"`{model_type}`" for model_type in SEEING) + ".", 120, break_on_hyphens=False)
-    others += f"\n{OTHERS_THAT_SEE}{seeing}"
+    others += f"\n{OTHERS_THAT_SEE}{seeing}\n{TOWERS_THAT_SEE.rstrip()}"
     return f"{HEAD}{architectures}\n{OTHER_MODELS}{others}\n{REFUSED}{refused}\n{NAMES}{names}\n"
 
 
