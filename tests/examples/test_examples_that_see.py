@@ -64,7 +64,7 @@ def test_the_classifier_learns_colours(server: Server, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(560)
 def test_reward_rises_by_rl_on_pictures_in_two_turns(server: Server, tmp_path: Path) -> None:
-    """And before training the sampler says of what it drew what the trainer says."""
+    """And before training, sampler and trainer agree on what was sampled."""
     program = [str(EXAMPLES / "color_square.py"), "--model", "tiny/sees", "--base-url", server.url]
     printed = done(server, *program, "--steps", "12", "--groups", "12", "--out", "out", folder=tmp_path)
     returns = [float(value) for value in re.findall(r"return +(-?[0-9.]+) ", printed)]
