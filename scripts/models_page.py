@@ -137,7 +137,8 @@ def page() -> str:
     others = textwrap.fill(", ".join(f"`{model_type}`" for model_type in OTHERS) + ".", 120, break_on_hyphens=False)
     by_autograd = ", ".join(f"`{model_type}`" for model_type in SEEING_BY_AUTOGRAD)
     seeing = textwrap.fill(", ".join(f"`{model_type}`" for model_type in SEEING) + ".", 120, break_on_hyphens=False)
-    others += f"\n{OTHERS_THAT_SEE}{seeing}\nOf these, autograd trains {by_autograd}, and Granite vision.\n{TOWERS_THAT_SEE.rstrip()}"
+    others += f"\n{OTHERS_THAT_SEE}{seeing}\nOf these, autograd trains {by_autograd}, and Granite vision."
+    others += f"\n{TOWERS_THAT_SEE.rstrip()}"
     return f"{HEAD}{architectures}\n{OTHER_MODELS}{others}\n{REFUSED}{refused}\n{NAMES}{names}\n"
 
 
