@@ -34,9 +34,7 @@ def packed_short_conv(module: Any, hidden: torch.Tensor, segments: Segments) -> 
     return output
 
 
-def _short_conv(
-    x: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, segments: Segments
-) -> torch.Tensor:
+def _short_conv(x: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, segments: Segments) -> torch.Tensor:
     """The causal convolution of `x` [T, H] by `taps` [H, W], whose last is for a position itself."""
     width = taps.shape[1]
     result = x * taps[:, -1] if bias is None else x * taps[:, -1] + bias
