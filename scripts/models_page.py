@@ -73,8 +73,8 @@ REFUSED = """
 - models of which vLLM takes no adapters (`llava_onevision`, `cohere2_vision`), and models with sound;
 - models whose layers do not pass their arguments on to attention (`nemotron`, `stablelm`), or compute it by other
   functions than transformers' common ones, or have convolutions along the sequence that are not LFM2's (`falcon_h1`);
-- mixtures of experts that are not named above (`granitemoe`, `minimax`): adapters train routed experts in those
-  architectures alone;
+- mixtures of experts that are not named above (`granitemoe`, `lfm2_moe`, `minimax`): adapters train routed experts in
+  those architectures alone;
 """
 NAMES = """
 ## Names
