@@ -7,11 +7,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tinker_local.backend.vllm_engine import compat_vllm, triton_on_cpu
+from tinker_local.backend.vllm_engine.build_engine import prepare_environment, process_state_kept
+from tinker_local.backend.vllm_engine.draw_tokens import lower
 from tinker_local.backend.vllm_engine.patches import PATCHES
 from tinker_local.types import UnsupportedError
 
@@ -68,6 +72,103 @@ def test_both_runners_give_the_same_tokens_and_logprobs(text: Any, tmp_path: Pat
     assert old["preempted"]["preemptions"] > 0
     assert new["preempted"]["preemptions"] > 0
     same(old["preempted"]["answers"], new["preempted"]["answers"])
+
+
+VOCABULARY = 50
+
+
+def v2_sampler(monkeypatch: pytest.MonkeyPatch, *, prompts: list[int], prefills: list[int]) -> Any:
+    """With slots of the lengths of prompts, and of what is to be computed: the prompt and what was sampled before a
+    preemption. Tokens are the slot's number times ten and more."""
+    prepare_environment()
+    with process_state_kept():
+        from tinker_local.backend.vllm_engine.runner_v2 import FullVocabularySampler
+        from vllm.v1.worker.gpu import buffer_utils
+
+        monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
+        ids = torch.arange(8).expand(len(prompts), -1) + 10 * torch.arange(len(prompts))[:, None]
+        states = SimpleNamespace(
+            prompt_len=SimpleNamespace(np=np.array(prompts)),
+            prefill_len=SimpleNamespace(np=np.array(prefills)),
+            all_token_ids=SimpleNamespace(gpu=ids),
+        )
+        return FullVocabularySampler(
+            max_num_reqs=len(prompts), vocab_size=VOCABULARY, device=torch.device("cpu"), req_states=states
+        )
+
+
+def params(**given: Any) -> Any:
+    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "logprobs": 0, "seed": None}
+    return SimpleNamespace(**{**plain, "presence_penalty": 0.0, "frequency_penalty": 0.0, **given})
+
+
+def step(slots: list[int], computed: list[int], scheduled: list[int], prefills: list[int]) -> Any:
+    return SimpleNamespace(
+        idx_mapping_np=np.array(slots),
+        idx_mapping=torch.tensor(slots),
+        num_computed_prefill_tokens_np=np.array(computed),
+        num_scheduled_tokens=np.array(scheduled),
+        prefill_len_np=np.array(prefills),
+        seq_lens_cpu_upper_bound=torch.tensor(computed) + torch.tensor(scheduled),
+    )
+
+
+@pytest.mark.mutation(
+    "preempted-draws-again",
+    "FullVocabularySampler.add_request",
+    "self.draw.past(params.seed, sampled, self._vocab_size)",
+    "self.draw.past(params.seed, 0, self._vocab_size)",
+)
+@pytest.mark.mutation(
+    "draws-before-the-prompt-ends",
+    "FullVocabularySampler._generators",
+    "if slot in self._seeded and computed[row] >= batch.prefill_len_np[row]",
+    "if slot in self._seeded",
+)
+@pytest.mark.skipif(not compat_vllm.runs_on_cpu(), reason="asks for tensors of a CPU")
+def test_v2_gives_a_request_that_comes_back_its_next_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none to a request whose prompt goes on in the next step, or that has no seed."""
+    sampler = v2_sampler(monkeypatch, prompts=[3, 3, 3, 6], prefills=[3, 5, 3, 6])
+    for slot, seed in enumerate((7, 7, None, 7)):
+        sampler.add_request(slot, params(seed=seed))
+    sampler.apply_staged_writes()
+    asked = sampler._asked(step([1, 3, 2, 0], [0, 0, 0, 0], [5, 4, 3, 3], [5, 6, 3, 3]))
+    assert asked.generators.keys() == {0, 3}
+    assert not asked.some_greedy
+    fresh = [torch.rand(3, dtype=torch.float64, generator=torch.Generator().manual_seed(7))]
+    again, first = (torch.rand((), dtype=torch.float64, generator=asked.generators[row]) for row in (0, 3))
+    assert first == fresh[0][0]
+    assert again == fresh[0][2], "it had sampled two tokens"
+
+
+@pytest.mark.skipif(not compat_vllm.runs_on_cpu(), reason="asks for tensors of a CPU")
+def test_v2_asks_for_what_the_requests_in_its_slots_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot is another request's after the first one's, and before any the profile takes it for one that asks for
+    much. Penalties count what was sampled alone."""
+    sampler = v2_sampler(monkeypatch, prompts=[2, 2, 2], prefills=[2, 2, 2])
+    whole = sampler._asked(step([0, 1, 2], [0, 0, 0], [2, 2, 2], [0, 0, 0]))
+    assert whole.top_p_b is not None
+    assert whole.widths == {0: 1, 1: 1, 2: 1}
+    sampler.add_request(0, params(temperature=0.0))
+    sampler.add_request(1, params(temperature=0.5, top_k=9, top_p=0.3, logprobs=4, seed=1))
+    sampler.add_request(2, params(presence_penalty=1.0, frequency_penalty=0.5))
+    sampler.apply_staged_writes()
+    asked = sampler._asked(step([2, 1, 0], [4, 0, 0], [1, 2, 2], [2, 2, 2]))
+    assert asked.temperature_b.tolist() == [1.0, 0.5, 0.0]
+    assert asked.some_greedy
+    assert asked.top_k_b.tolist() == [VOCABULARY, 9, VOCABULARY]
+    assert asked.top_p_b.tolist() == pytest.approx([1.0, 0.3, 1.0])
+    assert asked.widths == {1: 4}
+    logits = torch.zeros(3, VOCABULARY)
+    asked.lower(logits)
+    lowered = torch.zeros(3, VOCABULARY)
+    lower(lowered, np.float32([1, 0, 0]), np.float32([0.5, 0, 0]), [[22, 23, 24], [], []])
+    assert torch.equal(logits, lowered)
+    sampler.add_request(1, params())
+    plain = sampler._asked(step([1], [0], [2], [2]))
+    assert plain.plain
+    assert not plain.some_greedy
+    assert sampler._asked(step([0], [0], [2], [2])).temperature_b is None
 
 
 def test_a_runner_that_is_not_to_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
