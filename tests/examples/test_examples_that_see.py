@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import datasets
+import datasets  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 from PIL import Image
