@@ -36,6 +36,7 @@ class Follower:
         self._ended = 0
         join(seat)
         self._engine = build_engine(options, EngineEvents(load_adapter=self._load))
+        self._adapters.attach(self._engine)
 
     def _use_device(self) -> None:
         """Page-locked memory belongs to a device."""
