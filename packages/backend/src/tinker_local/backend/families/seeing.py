@@ -74,11 +74,15 @@ def sees(model_type: str, where: str) -> bool:
         config = json.loads((folder / "config.json").read_bytes())
     except ValueError:
         return False
-    if not isinstance(config, dict) or "vision_config" not in config:
+    if not isinstance(config, dict) or not _SIGHT & {*config}:
         return False
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     return model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+
+_SIGHT = {"vision_config", "vq_config"}
+"""What configs call the part for images."""
 
 
 @functools.lru_cache(64)
@@ -86,7 +90,7 @@ def seeing_family(model_type: str, where: str) -> Family:
     """The family of the model at `where`, a folder or hub name; UnsupportedError for a class without the parts that the
     trainer needs."""
     model = _without_values(where)
-    _check_sight(model.config, where)
+    _check_sight(model, where)
     _check_logits(model, where)
     parts = parts_of(model, where)
     return Family(
@@ -135,15 +139,25 @@ def parts_of(model: Any, where: str) -> Parts:
     )
 
 
-def _check_sight(config: Any, where: str) -> None:
+def _check_sight(model: Any, where: str) -> None:
     """UnsupportedError for a model whose images see forward. Gemma 4's do in some layers alone, where they see no
-    further back than the window."""
-    text = config.get_text_config()
-    if (seen := getattr(text, "use_bidirectional_attention", None)) is not None:
+    further back than the window. Gemma 3's config says so of texts alone: its class lets images in any case."""
+    seen = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
+    told = f"use_bidirectional_attention is {seen!r}"
+    if seen is False:
+        inner = type(getattr(model, "model", model))
+        if _SEEING_ALL not in inspect.getsource(inner.forward):
+            return
+        told = f"transformers' {inner.__name__} makes masks with {_SEEING_ALL}"
+    if seen is not None:
         raise UnsupportedError(
-            f"{where}: in model_type {config.model_type!r} positions see what follows them "
-            f"(use_bidirectional_attention is {seen!r}), which the trainer computes for families that it knows"
+            f"{where}: in model_type {model.config.model_type!r} positions see what follows them ({told}), which the "
+            "trainer computes for families that it knows"
         )
+
+
+_SEEING_ALL = "block_sequence_ids"
+"""What functions of transformers that make masks call the argument that says which positions see each other."""
 
 
 def _check_logits(model: Any, where: str) -> None:
