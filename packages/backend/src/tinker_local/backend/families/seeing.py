@@ -90,11 +90,15 @@ def sees(model_type: str, where: str) -> bool:
         config = json.loads((folder / "config.json").read_bytes())
     except ValueError:
         return False
-    if not isinstance(config, dict) or "vision_config" not in config:
+    if not isinstance(config, dict) or not _SIGHT & {*config}:
         return False
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     return model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+
+_SIGHT = {"vision_config", "vq_config"}
+"""What configs call the part for images."""
 
 
 @functools.lru_cache(64)
@@ -102,7 +106,7 @@ def seeing_family(model_type: str, where: str) -> Family:
     """The family of the model at `where`, a folder or hub name; UnsupportedError for a class without the parts that the
     trainer needs."""
     model = _without_values(where)
-    _check_sight(model.config, where)
+    _check_sight(model, where)
     parts, text = parts_of(model, where), model.config.get_text_config()
     return Family(
         auto_class=AUTO_CLASS,
@@ -195,22 +199,32 @@ def parts_of(model: Any, where: str) -> Parts:
     )
 
 
-def _check_sight(config: Any, where: str) -> None:
+def _check_sight(model: Any, where: str) -> None:
     """UnsupportedError for a model whose images see forward. Gemma 4's do in some layers alone, where they see no
-    further back than the window."""
-    text = config.get_text_config()
-    if config.model_type == "paligemma":
+    further back than the window. Gemma 3's config says so of texts alone: its class lets images in any case."""
+    kind = model.config.model_type
+    seen = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
+    told = f"use_bidirectional_attention is {seen!r}"
+    if kind == "paligemma":
         raise UnsupportedError(
-            f"{where}: a prompt of PaliGemma sees all of itself, the text after the image too "
-            f"(use_bidirectional_attention is {text.use_bidirectional_attention!r}), and vLLM lets the positions of "
-            "the image alone see those after them: it samples from another model than was published; nor do data say "
-            "where a prompt ends, as training it needs"
+            f"{where}: a prompt of PaliGemma sees all of itself, the text after the image too ({told}), and vLLM lets the "
+            "positions of the image alone see those after them: it samples from another model than was published; nor do "
+            "data say where a prompt ends, as training it needs"
         )
-    if (seen := getattr(text, "use_bidirectional_attention", None)) is not None:
+    if seen is False:
+        inner = type(getattr(model, "model", model))
+        if _SEEING_ALL not in inspect.getsource(inner.forward):
+            return
+        told = f"transformers' {inner.__name__} makes masks with {_SEEING_ALL}"
+    if seen is not None:
         raise UnsupportedError(
-            f"{where}: in model_type {config.model_type!r} positions see what follows them "
-            f"(use_bidirectional_attention is {seen!r}), which the trainer computes for families that it knows"
+            f"{where}: in model_type {kind!r} positions see what follows them ({told}), which the "
+            "trainer computes for families that it knows"
         )
+
+
+_SEEING_ALL = "block_sequence_ids"
+"""What functions of transformers that make masks call the argument that says which positions see each other."""
 
 
 def _left_out(model: Any) -> str:

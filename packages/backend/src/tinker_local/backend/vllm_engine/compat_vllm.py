@@ -122,7 +122,7 @@ def cuda_graphs_work(model: str, max_rank: int) -> bool:
     config = AutoConfig.from_pretrained(model)
     text = config.get_text_config()
     hidden = int(text.hidden_size)
-    return not config.tie_word_embeddings or max_rank <= hidden <= int(text.vocab_size)
+    return not getattr(config, "tie_word_embeddings", False) or max_rank <= hidden <= int(text.vocab_size)
 
 
 def has_breakable_graphs() -> bool:

@@ -79,7 +79,8 @@ def _check_class(path: str, name: str, config: Any, *, sees: bool) -> None:
         raise UnsupportedError(f"{path}: vLLM has {has}")
     if own is not None:
         mapper = getattr(own, "hf_to_vllm_mapper", None)
-        if not config.tie_word_embeddings and mapper and mapper.orig_to_new_prefix.get(HEAD, "") is None:
+        tied = getattr(config, "tie_word_embeddings", False)
+        if not tied and mapper and mapper.orig_to_new_prefix.get(HEAD, "") is None:
             raise UnsupportedError(
                 f"{path}: vLLM's {own.__name__} has the embedding for its LM head, and this model has another one "
                 "(tie_word_embeddings is false)"

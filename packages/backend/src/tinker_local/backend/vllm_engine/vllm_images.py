@@ -9,6 +9,7 @@ from tinker_local.backend.rendering.decoding import ImageError
 from tinker_local.backend.rendering.rendered_input import ImagePositions, ImageTokens, SamplerImage
 from tinker_local.backend.vllm_engine import packed_method
 from tinker_local.backend.vllm_engine.build_engine import model_arguments, prepare_environment, process_state_kept
+from tinker_local.types import UnsupportedError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -37,6 +38,8 @@ class VLLMImages:
                 packed_method.register()
             config = VllmConfig(model_config=EngineArgs(**arguments).create_model_config())
             self._renderer = renderer_from_config(config)
+        if getattr(self._renderer, "mm_processor", self) is None:  # as for LLaVA-NeXT-Video, which takes videos alone
+            raise UnsupportedError(f"{model}: vLLM's {config.model_config.architecture} takes no images")
         self._tokens = tokens
         self._lock = threading.Lock()
 
