@@ -207,9 +207,9 @@ def _check_sight(model: Any, where: str) -> None:
     told = f"use_bidirectional_attention is {seen!r}"
     if kind == "paligemma":
         raise UnsupportedError(
-            f"{where}: a prompt of PaliGemma sees all of itself, the text after the image too ({told}), and vLLM lets the "
-            "positions of the image alone see those after them: it samples from another model than was published; nor do "
-            "data say where a prompt ends, as training it needs"
+            f"{where}: a prompt of PaliGemma sees all of itself, the text after the image too ({told}), and vLLM lets "
+            "the positions of the image alone see those after them: it samples from another model than was published; "
+            "nor do data say where a prompt ends, as training it needs"
         )
     if seen is False:
         inner = type(getattr(model, "model", model))
