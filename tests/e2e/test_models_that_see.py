@@ -1,4 +1,4 @@
-"""Models that see and have no family here, whole: a real server, the SDK, OpenAI's client, and their exports."""
+"""Models that see and are read by their own processors, most of them without a family here, whole: a real server, the SDK, OpenAI's client, and their exports."""
 
 import base64
 import io
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.more, pytest.mark.rotated(3)]
 
 SERVED = (
     *("llava", "llava_next", "internvl", "internvl3_5", "mistral3", "ministral3", "pixtral", "idefics3"),
-    *("qwen2_vl", "glm4v", "glm_ocr", "exaone4_5"),
+    *("qwen2_vl", "glm4v", "glm_ocr", "exaone4_5", "gemma4", "gemma4_dense"),
     *(("smolvlm",) if find_spec("num2words") else ()),  # which its processor needs
 )
 """Architectures."""

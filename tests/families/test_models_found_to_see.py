@@ -58,8 +58,7 @@ DECODERS = {"idefics3": "model.text_model", "smolvlm": "model.text_model"}
 REFUSED = {
     "lfm2_vl": r"model\.language_model\.layers\.0\.conv\.conv is a convolution along the sequence",
     "paligemma": r"positions see what follows them \(use_bidirectional_attention is True\)",
-    "gemma4": r"its layers read embeddings of tokens beside model\.language_model\.embed_tokens",
-    "gemma4_dense": r"positions see what follows them \(use_bidirectional_attention is 'vision'\)",
+    "gemma4_moe": r"enable_moe_block: its layers have 8 experts beside an MLP, which the trainer does not",
     "llava_onevision": r"vLLM runs it as LlavaOnevisionForConditionalGeneration, which takes no adapters",
     "cohere2_vision": r"has logit_scale 0\.\d+, which transformers' Cohere2VisionForConditionalGeneration leaves out",
     "granite_vision": r"has logits_scaling 2\.0, which transformers' LlavaNextForConditionalGeneration leaves out",

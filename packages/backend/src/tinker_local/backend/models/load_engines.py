@@ -656,7 +656,7 @@ def check_model(path: str, options: BackendOptions) -> "tuple[Any, Family]":
     family = supported_family(config, path)
     check_packable(config, family, options)
     check_weights(path, config, family)
-    if family.vision is not None and family.vision.found:
+    if family.vision is not None and family.vision.by_processor:
         family.vision.processor(path, config)
     if importlib.util.find_spec("vllm"):  # `check` may run before it is installed
         from tinker_local.backend.vllm_engine.refusals import check_runs

@@ -26,6 +26,7 @@ def attend(
     `logsumexp` is that of this rank's heads."""
     if query.is_meta:  # it has no values; kernels give the output this layout
         return query.new_empty(query.shape), None
+    segments = _segments_of(rule, segments)
     if (shared := segments.shared) is not None:
         query, key, value = shared.to_heads(query, key, value)
         output, logsumexp = attend(query, key, value, segments.gathered, rule.of_heads(shared))
@@ -54,6 +55,7 @@ def attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value from that of the output, [T, N, D]. The other arguments are the inputs and
     outputs of `attend`."""
+    segments = _segments_of(rule, segments)
     if (shared := segments.shared) is not None:
         grad, query, key, value, output = shared.to_heads(grad, query, key, value, output)
         of_heads = rule.of_heads(shared)
@@ -79,6 +81,10 @@ def attend_backward(
         run.add_keys(grad_key, of_keys)
         run.add_keys(grad_value, of_values)
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _segments_of(rule: AttentionRule, segments: Segments) -> Segments:
+    return segments if rule.whole_images or not segments.images else segments.without_images
 
 
 def _is_plain(rule: AttentionRule, segments: Segments) -> bool:

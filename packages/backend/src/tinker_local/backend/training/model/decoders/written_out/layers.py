@@ -4,7 +4,7 @@ Legend: T tokens, H hidden size, R columns of adapters.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ from tinker_local.backend.training.model.decoders.written_out.block import (
     present,
 )
 from tinker_local.backend.training.model.decoders.written_out.delta_block import DeltaBlock
+from tinker_local.backend.training.model.decoders.written_out.gemma4_attention import Gemma4AttentionBlock
+from tinker_local.backend.training.model.decoders.written_out.layer_end import LayerEndBlock
+from tinker_local.backend.training.model.per_layer import ProjectPerLayer
 from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.rotations import Rotations, rotation
 from tinker_local.backend.training.run.block_memory import attended_bytes, decoder_memory, worth_keeping
@@ -38,7 +41,8 @@ Attended = tuple[torch.Tensor, torch.Tensor | None]
 class WrittenOutDecoder:
     """Implements `training.decoder.Decoder` for layers made of known blocks. `dtype`: of activations; `norm` [H]:
     weight of the last norm; `rotary(embeds, position_ids)`: transformers' module for cos and sin, which has one more
-    argument where layers of different `kinds` turn by different angles."""
+    argument where layers of different `kinds` turn by different angles; `per_layer`: what layers read beside hidden
+    states, if they do. Its gradient does not reach the embeddings: no tower of such a model is trained."""
 
     name: DecoderName = "written-out"
 
@@ -51,6 +55,7 @@ class WrittenOutDecoder:
         rotary: Any,
         kinds: Sequence[str | None],
         kernels: Kernels,
+        per_layer: ProjectPerLayer | None = None,
     ) -> None:
         self.layers = layers
         self.dtype = dtype
@@ -59,6 +64,7 @@ class WrittenOutDecoder:
         self.rotary = rotary
         self.kinds = kinds
         self.kernels = kernels
+        self.per_layer = per_layer
         self.targets = [target for layer in layers for block in layer for target in block.targets]
         self.least_segment = CHUNK if any(isinstance(block, DeltaBlock) for layer in layers for block in layer) else 1
         check_distinct(self.targets)
@@ -68,7 +74,10 @@ class WrittenOutDecoder:
     ) -> "WrittenOutPass":
         """See `Decoder.forward`."""
         angles = {kind: self._angles(row, kind) for kind in self.kinds}
-        context = RowContext(self.kernels, row.segments, angles, lora)
+        read = None
+        if self.per_layer is not None:
+            read = self.per_layer(row.embeds, present(row.per_layer))
+        context = RowContext(self.kernels, row.segments, angles, lora, read)
         x = row.embeds
         kept: list[_KeptLayer] = []
         for index, layer in enumerate(self.layers):
@@ -120,7 +129,19 @@ class WrittenOutDecoder:
             )
             for layer in self.layers
         ]
-        return decoder_memory(layers, tokens * hidden * itemsize, attended)
+        found = decoder_memory(layers, tokens * hidden * itemsize, attended)
+        return replace(found, always=found.always + self._beside_layers(tokens))
+
+    def _beside_layers(self, tokens: int) -> int:
+        """Bytes of keys and values that several layers read, and of what layers read beside hidden states: as the row
+        has it, and with what is added to it."""
+        blocks, itemsize = [block for layer in self.layers for block in layer], self.dtype.itemsize
+        lent: int = sum(
+            block.lent_memory(tokens, itemsize) for block in blocks if isinstance(block, Gemma4AttentionBlock)
+        )
+        ends = (block.per_layer for block in blocks if isinstance(block, LayerEndBlock))
+        read: int = sum(tokens * end.gate.outputs * itemsize for end in ends if end is not None)
+        return lent + 2 * read
 
 
 @dataclass(slots=True, eq=False)

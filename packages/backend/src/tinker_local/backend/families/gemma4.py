@@ -1,0 +1,100 @@
+"""Gemma 4: layers with a window and layers without have heads of other sizes.
+
+In large models values are keys where there is no window, and images see forward where there is one. In small ones (E2B,
+E4B) the last layers read keys and values of earlier ones, and all read embeddings of their own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from tinker_local.backend.families.family import Family, ImageFeatures, Vision, VLLMHead
+from tinker_local.backend.families.gemma2 import capped_logits
+from tinker_local.backend.rendering.rendered_input import ImageTokens, RenderedImage
+
+PATCH_PLACES = "image_position_ids"
+"""What processors and transformers call the row and column of each patch, [images, patches, 2]; -1 where none is."""
+
+
+def _unlike_vllm(config: Any) -> str:
+    text = config.get_text_config()
+    if text.use_bidirectional_attention == "all":
+        return "use_bidirectional_attention is 'all', and the trainer computes texts that see what is before them"
+    if text.enable_moe_block:
+        return f"enable_moe_block: its layers have {text.num_experts} experts beside an MLP, which the trainer does not"
+    if not text.hidden_size_per_layer_input:
+        return ""
+    if text.vocab_size_per_layer_input < text.vocab_size:
+        return (
+            f"vocab_size_per_layer_input is {text.vocab_size_per_layer_input} and vocab_size {text.vocab_size}: vLLM "
+            "reads token 0 in place of those beyond, and transformers fails"
+        )
+    if text is not config and text.pad_token_id != 0:
+        return (
+            f"pad_token_id is {text.pad_token_id}: layers read its embeddings at positions of images in transformers, "
+            "and those of token 0 in vLLM"
+        )
+    return ""
+
+
+def _image_tokens(config: Any) -> ImageTokens:
+    """The processor makes of one token the positions of an image and what is around them."""
+    return ImageTokens(None, config.image_token_id, None)
+
+
+def _sees_whole_images(config: Any) -> bool:
+    """In layers with a window (`AttentionRule.whole_images`)."""
+    return bool(config.get_text_config().use_bidirectional_attention == "vision")
+
+
+def _arguments(images: Sequence[RenderedImage], is_image: Any) -> dict[str, Any]:
+    import torch
+
+    pixels = np.concatenate([image.pixel_values for image in images])
+    places = np.concatenate([image.further[PATCH_PLACES] for image in images])
+    return {
+        "pixel_values": torch.from_numpy(pixels).to(is_image.device),
+        PATCH_PLACES: torch.from_numpy(places).to(is_image.device),
+        "mm_token_type_ids": is_image,
+    }
+
+
+def _encode_images(model: Any, images: Sequence[RenderedImage]) -> ImageFeatures:
+    """Features of each image, computed alone and without the places that its processor fills up."""
+    import torch
+
+    embedding = model.get_input_embeddings().weight
+    found = []
+    for image in images:
+        places = torch.from_numpy(image.further[PATCH_PLACES])
+        taken = (places[0] >= 0).all(-1)
+        pixels = torch.from_numpy(image.pixel_values)[:, taken].to(embedding.device, embedding.dtype)
+        output = model.model.get_image_features(pixels, places[:, taken].to(embedding.device), return_dict=True)
+        found += output.pooler_output
+    return ImageFeatures(torch.cat(found))
+
+
+TEXT = Family(
+    logits=capped_logits,
+    vllm_head=VLLMHead("gemma4", "Gemma4ForCausalLM"),
+    unlike_vllm=_unlike_vllm,
+    joins_otherwise=True,
+)
+FAMILY = replace(
+    TEXT,
+    auto_class="AutoModelForImageTextToText",
+    decoder_path="model.language_model",
+    vision=Vision(
+        tower="model.vision_tower",
+        vllm_tower="vision_tower",
+        tokens=_image_tokens,
+        read_image=None,
+        encode_images=_encode_images,
+        arguments=_arguments,
+        whole_images=True,
+        whole_in=_sees_whole_images,
+        frozen="its tower is computed by transformers' class without adapters",
+    ),
+    vllm_head=VLLMHead("gemma4_mm", "Gemma4ForConditionalGeneration"),
+)

@@ -1,0 +1,106 @@
+"""The layers of Gemma 4 on the decoders that train them, against transformers, in float64.
+
+The models have windows of 16 positions, which data are longer than.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tinker_local.backend.training.run.recompute_policy import Keep
+from tinker_local.backend.training.run.worker import HFTrainer
+from tinker_local.backend.training.trainer import TrainWork
+from tinker_local.backend.training.trainer_config import TrainerConfig
+from tinker_local.types import LoraConfig
+
+from tests.training.autograd_reference import assert_computes_like, attention_in_float64, norms_in_float64
+from tests.training.gemma4_models import KINDS, make_gemma4
+
+LENGTHS = (40, 7, 1, 40, 23)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The model of each of `KINDS`, written on first use."""
+    root = tmp_path_factory.mktemp("gemma4")
+
+    def folder(kind: str) -> Path:
+        out = root / kind.replace(" ", "_")
+        return out if out.exists() else make_gemma4(out, kind)
+
+    return folder
+
+
+def in_float64(folder: Path, decoder: Any = "written-out") -> tuple[HFTrainer, Any]:
+    """A trainer of the model, and transformers' model."""
+    ours = HFTrainer(TrainerConfig(str(folder), name="tiny", dtype="float64", device="cpu", decoder=decoder))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).requires_grad_(False)
+    norms_in_float64(theirs)
+    attention_in_float64(theirs)
+    if decoder == "autograd":
+        norms_in_float64(ours._loaded.model)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("decoder", ["written-out", "autograd"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_in_one_row_equal_transformers_with_each_alone(
+    kind: str, decoder: Any, folders: Any, make: Any, add_adapter: Any
+) -> None:
+    """Logprobs, and the gradients of every matrix of adapters of three ranks, to 1e-9."""
+    ours, theirs = in_float64(folders(kind), decoder)
+    for place, rank in enumerate((4, 1, 13)):
+        add_adapter(ours, f"{place}", rank=rank, seed=place)
+    assert_computes_like(ours, theirs, [make.work(adapter, LENGTHS) for adapter in "012"])
+
+
+@pytest.mark.parametrize("kind", ["large", "small"])
+def test_gradients_are_the_same_whatever_layers_keep(
+    kind: str,
+    folders: Any,
+    make: Any,
+    add_adapter: Any,
+    gradients: Any,
+    assert_close: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Keys and values that later layers read are there when those run backward."""
+    ours, _ = in_float64(folders(kind))
+    add_adapter(ours, "a")
+    layers, data, seen = 7 if kind == "small" else 2, [make.datum(9), make.datum(30)], {}
+    for keep in Keep:
+        monkeypatch.setattr(ours._runner, "_policy", lambda *_, keep=keep: [keep] * layers)
+        ours.forward_backward([TrainWork("a", data, "cross_entropy")])
+        seen[keep] = gradients(ours, "a")
+        ours.discard_gradients("a")
+    for found in seen.values():
+        assert_close(found, seen[Keep.ALL], 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["large", "small"])
+def test_what_data_share_is_computed_once_with_the_same_gradients(
+    kind: str, folders: Any, make: Any, add_adapter: Any, gradients: Any, assert_close: Any
+) -> None:
+    """A prompt that is longer than the window, and one after which all is in it."""
+    data = [*make.group(make.input(30), (5, 20, 1)), *make.group(make.input(4), (3, 2))]
+    together, apart = (in_float64(folders(kind))[0] for _ in range(2))
+    for ours, works in (
+        (together, [[TrainWork("a", data, "cross_entropy")]]),
+        (apart, [[TrainWork("a", [datum], "cross_entropy")] for datum in data]),
+    ):
+        add_adapter(ours, "a")
+        for each in works:
+            ours.forward_backward(each)
+    assert_close(gradients(together, "a"), gradients(apart, "a"), 1e-10)
+
+
+def test_adapters_leave_out_keys_that_are_values(folders: Any) -> None:
+    """vLLM adds what an adapter of them makes to keys alone."""
+    for decoder in ("written-out", "autograd"):
+        ours, _ = in_float64(folders("large"), decoder)
+        ours.create_adapter("a", LoraConfig(rank=2))
+        names = {name for name in ours.capture("a", optimizer=False).tensors if "k_proj" in name}
+        assert {name.partition(".layers.")[2].partition(".")[0] for name in names} == {"0"}
