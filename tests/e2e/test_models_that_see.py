@@ -1,4 +1,4 @@
-"""Models that see and are read by their own processors, most of them without a family here, whole: a real server, the SDK, OpenAI's client, and their exports."""
+"""Models that their own processors read, most of them without a family, whole: server, SDK, OpenAI, exports."""
 
 import base64
 import io
@@ -27,10 +27,14 @@ pytestmark = [pytest.mark.more, pytest.mark.rotated(3)]
 
 SERVED = (
     *("llava", "llava_next", "internvl", "internvl3_5", "mistral3", "ministral3", "pixtral", "idefics3"),
-    *("qwen2_vl", "glm4v", "glm_ocr", "exaone4_5", "gemma4", "gemma4_dense"),
+    *("qwen2_vl", "glm4v", "glm_ocr", "exaone4_5", "gemma4", "gemma4_dense", "gemma4_moe"),
     *(("smolvlm",) if find_spec("num2words") else ()),  # which its processor needs
 )
 """Architectures."""
+
+ROUNDING = dict.fromkeys(("gemma4", "gemma4_dense", "gemma4_moe"), 5e-4)
+"""Nats by which trainer and sampler may differ, if not 1e-4: these layers do not scale the products of queries and
+keys of RMS 1, so that rounding moves them more."""
 
 SIZES = ((224, 224), (260, 60), (50, 200), (30, 40))
 """Width and height of pictures in pixels."""
@@ -94,16 +98,16 @@ def inputs(read: Sequence[tuple[ImageChunk, TrainerImage]]) -> list[tuple[ModelI
 
 
 def test_trainer_and_sampler_agree_before_and_after_training(
-    sdk: SdkDriver, server: Server, inputs: list[tuple[ModelInput, np.ndarray]], tmp_path: Path
+    sdk: SdkDriver, server: Server, folder: Path, inputs: list[tuple[ModelInput, np.ndarray]], tmp_path: Path
 ) -> None:
     """And the checkpoint resumes, and is exported for PEFT and merged, which are compared with the trainer."""
-    client = sdk.create("tiny/sees", LoraConfig(rank=4, seed=4))
+    client, near = sdk.create("tiny/sees", LoraConfig(rank=4, seed=4)), ROUNDING.get(folder.name, 1e-4)
     base = sampler_logprobs(sdk.base_sampler("tiny/sees"), inputs)
-    assert difference(trainer_logprobs(client, inputs), base) < 1e-4
+    assert difference(trainer_logprobs(client, inputs), base) < near
     train(client, inputs, 3)
     trained = trainer_logprobs(client, inputs)
     assert difference(trained, base) > 0.2
-    assert difference(trained, sampler_logprobs(client.save_weights_and_get_sampling_client(), inputs)) < 1e-4
+    assert difference(trained, sampler_logprobs(client.save_weights_and_get_sampling_client(), inputs)) < near
     state = client.save_state("seen").result().path
     resumed = sdk.resume(state, optimizer=True)
     assert difference(trained, trainer_logprobs(resumed, inputs)) == 0

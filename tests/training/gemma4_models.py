@@ -21,6 +21,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "use_double_wide_mlp": True,
         "layer_types": [*TYPES, "sliding_attention", "full_attention"],
     },
+    "experts": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 48},
     "shared keys alone": {
         "attention_k_eq_v": False,
         "num_kv_shared_layers": 3,
@@ -38,7 +39,12 @@ def make_gemma4(out: Path, kind: str, shape: TextShape | None = None) -> Path:
     shape = shape or TextShape()
     own, settings = KINDS[kind], TEXT_FAMILIES["gemma4_text"].settings(shape)
     config = transformers.Gemma4TextConfig(
-        **{**text_settings(shape, GEMMA), **settings, **own, "num_hidden_layers": len(own["layer_types"])},
+        **{
+            **text_settings(shape, GEMMA),
+            **settings,
+            **own,
+            **({"num_hidden_layers": len(own["layer_types"])} if "layer_types" in own else {}),
+        },
         tie_word_embeddings=True,
     )
     model = transformers.Gemma4ForCausalLM(config)

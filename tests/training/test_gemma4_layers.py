@@ -7,15 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from tinker_local.backend.training.run.recompute_policy import Keep
 from tinker_local.backend.training.run.worker import HFTrainer
-from tinker_local.backend.training.trainer import TrainWork
+from tinker_local.backend.training.trainer import TrainResult, TrainWork
 from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.types import LoraConfig
 
+from tests.families.test_experts import Merged
+from tests.float64 import InFloat64
 from tests.training.autograd_reference import assert_computes_like, attention_in_float64, norms_in_float64
 from tests.training.gemma4_models import KINDS, make_gemma4
 
@@ -37,7 +40,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def in_float64(folder: Path, decoder: Any = "written-out") -> tuple[HFTrainer, Any]:
     """A trainer of the model, and transformers' model."""
     ours = HFTrainer(TrainerConfig(str(folder), name="tiny", dtype="float64", device="cpu", decoder=decoder))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).requires_grad_(False)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     norms_in_float64(theirs)
     attention_in_float64(theirs)
     if decoder == "autograd":
@@ -46,7 +49,7 @@ def in_float64(folder: Path, decoder: Any = "written-out") -> tuple[HFTrainer, A
 
 
 @pytest.mark.parametrize("decoder", ["written-out", "autograd"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", {*KINDS} - {"experts"})
 def test_adapters_in_one_row_equal_transformers_with_each_alone(
     kind: str, decoder: Any, folders: Any, make: Any, add_adapter: Any
 ) -> None:
@@ -55,6 +58,37 @@ def test_adapters_in_one_row_equal_transformers_with_each_alone(
     for place, rank in enumerate((4, 1, 13)):
         add_adapter(ours, f"{place}", rank=rank, seed=place)
     assert_computes_like(ours, theirs, [make.work(adapter, LENGTHS) for adapter in "012"])
+
+
+@pytest.mark.parametrize("decoder", ["written-out", "autograd"])
+def test_adapters_of_experts_beside_an_mlp_equal_transformers_with_each_merged(
+    decoder: Any, folders: Any, make: Any, add_adapter: Any
+) -> None:
+    """Also what reaches the hidden states through the router."""
+    with InFloat64():
+        ours = HFTrainer(
+            TrainerConfig(str(folders("experts")), name="tiny", dtype="float64", device="cpu", decoder=decoder)
+        )
+        for place, rank in enumerate((4, 1)):
+            add_adapter(ours, f"{place}", rank=rank, seed=place, train_unembed=False)  # the head is the embedding
+        theirs = Merged(ours)
+        works = [make.work(adapter, LENGTHS) for adapter in "01"]
+        for work, result in zip(works, ours.forward_backward(works), strict=True):
+            assert isinstance(result, TrainResult)
+            for datum, output in zip(work.data, result.outputs, strict=True):
+                rows = theirs.logprobs(work.adapter_id, datum.input)
+                wanted = rows.gather(1, torch.from_numpy(datum.target_tokens)[:, None])[:, 0]
+                np.testing.assert_allclose(output["logprobs"], wanted.detach(), rtol=1e-7, atol=1e-7)
+                (-(torch.from_numpy(datum.loss_inputs["weights"]) * wanted).sum()).backward()
+    for name, adapter in ours._adapters.items():
+        assert adapter.gradient is not None
+        assert any(".experts.w2." in spec.name for spec in adapter.specs)
+        for spec in adapter.specs:
+            grad = theirs.leaves[name][spec.name].grad
+            assert grad is not None
+            scale = float(grad.abs().max())
+            assert scale > 0, spec.name
+            torch.testing.assert_close(spec.view(adapter.gradient), grad, rtol=0, atol=1e-9 * scale, msg=spec.name)
 
 
 @pytest.mark.parametrize("kind", ["large", "small"])

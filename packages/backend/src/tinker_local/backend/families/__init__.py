@@ -79,8 +79,8 @@ def written_family(model_type: str, where: str) -> Family:
 
 def family_of(model_type: str, where: str) -> Family:
     """The same, and one that is found in transformers' class for a model without a family that reads images. `where`: a
-    folder or hub name, whose config is read for such a model."""
+    folder or hub name, whose config is read for such a model, and where it says whether layers have experts."""
     family = written_family(model_type, where)
     if family is OTHER and seeing.sees(model_type, where):
         return seeing.seeing_family(model_type, where)
-    return family
+    return family if family.experts_of is None else replace(family, lora=family.experts_of(where))

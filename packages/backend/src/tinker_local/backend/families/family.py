@@ -223,7 +223,9 @@ class Family:
     what exports call the modules `self_attn`. `tool_parser`: of vLLM, for the form in which models of the family write
     calls of tools; None if they have none. `unused_tokens`: that published tokenizers have beyond the rows of the
     embedding. `model_type`: of its configs; empty for architectures without a family. `joins_otherwise`: whether
-    vLLM joins other matrices than the trainer, as of keys that are values, too.
+    vLLM joins other matrices than the trainer, as of keys that are values, too. `undivided`: why ranks cannot hold
+    parts of the weights; empty if they can. `experts_of(where)`: `lora` of the model at a folder or hub name, of a
+    family in which some models have experts; None of others.
     """
 
     auto_class: str = "AutoModelForCausalLM"
@@ -240,6 +242,8 @@ class Family:
     unused_tokens: tuple[str, ...] = ()
     model_type: str = ""
     joins_otherwise: bool = False
+    undivided: str = ""
+    experts_of: "Callable[[str], LoraNames] | None" = None
 
     @property
     def unwritten(self) -> bool:

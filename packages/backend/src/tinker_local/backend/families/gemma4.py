@@ -4,25 +4,34 @@ In large models values are keys where there is no window, and images see forward
 E4B) the last layers read keys and values of earlier ones, and all read embeddings of their own.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from tinker_local.backend.families.family import Family, ImageFeatures, Vision, VLLMHead
+from tinker_local.backend.families.family import Experts, Family, ImageFeatures, LoraNames, Vision, VLLMHead
 from tinker_local.backend.families.gemma2 import capped_logits
 from tinker_local.backend.rendering.rendered_input import ImageTokens, RenderedImage
+from tinker_local.backend.weight_files import folder_of
 
 PATCH_PLACES = "image_position_ids"
 """What processors and transformers call the row and column of each patch, [images, patches, 2]; -1 where none is."""
+
+
+def _lora_of(where: str) -> LoraNames:
+    """With experts, if the layers of the model at `where` have some beside their MLPs. Their router is frozen."""
+    if (folder := folder_of(where)) is None or not (folder / "config.json").is_file():
+        return LoraNames()
+    config = json.loads((folder / "config.json").read_bytes())
+    text = config.get("text_config", config)
+    return LoraNames(experts=Experts(peft_fuses=True)) if text.get("enable_moe_block") else LoraNames()
 
 
 def _unlike_vllm(config: Any) -> str:
     text = config.get_text_config()
     if text.use_bidirectional_attention == "all":
         return "use_bidirectional_attention is 'all', and the trainer computes texts that see what is before them"
-    if text.enable_moe_block:
-        return f"enable_moe_block: its layers have {text.num_experts} experts beside an MLP, which the trainer does not"
     if not text.hidden_size_per_layer_input:
         return ""
     if text.vocab_size_per_layer_input < text.vocab_size:
@@ -64,13 +73,13 @@ def _encode_images(model: Any, images: Sequence[RenderedImage]) -> ImageFeatures
     """Features of each image, computed alone and without the places that its processor fills up."""
     import torch
 
-    embedding = model.get_input_embeddings().weight
+    place = model.get_input_embeddings().weight.device
     found = []
     for image in images:
         places = torch.from_numpy(image.further[PATCH_PLACES])
         taken = (places[0] >= 0).all(-1)
-        pixels = torch.from_numpy(image.pixel_values)[:, taken].to(embedding.device, embedding.dtype)
-        output = model.model.get_image_features(pixels, places[:, taken].to(embedding.device), return_dict=True)
+        pixels = torch.from_numpy(image.pixel_values)[:, taken].to(place)
+        output = model.model.get_image_features(pixels, places[:, taken].to(place), return_dict=True)
         found += output.pooler_output
     return ImageFeatures(torch.cat(found))
 
@@ -80,6 +89,8 @@ TEXT = Family(
     vllm_head=VLLMHead("gemma4", "Gemma4ForCausalLM"),
     unlike_vllm=_unlike_vllm,
     joins_otherwise=True,
+    experts_of=_lora_of,
+    undivided="layers of Gemma 4 read keys and values of each other, and have numbers beside their matrices",
 )
 FAMILY = replace(
     TEXT,

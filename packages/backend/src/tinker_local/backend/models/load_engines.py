@@ -689,6 +689,12 @@ def check_packable(config: Any, family: "Family", options: BackendOptions) -> No
                 f"{where}: rows of its embedding and LM head have {config.get_text_config().hidden_size} numbers, "
                 f"which cannot be divided into groups of {GROUPS[-1]}; serve it without the option"
             )
+    packs = options.base_precision is not None or published_of(config.name_or_path) is not None
+    if packs and family.joins_otherwise:
+        raise UnsupportedError(
+            f"{config.name_or_path}: vLLM joins other matrices of {config.model_type} models than the trainer, and "
+            "packed ones are in one copy: they are served with dense weights alone"
+        )
     if options.base_precision is None:
         if family.lora.experts is not None and published_of(config.name_or_path) is not None:
             raise UnsupportedError(

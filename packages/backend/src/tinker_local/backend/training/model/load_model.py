@@ -264,6 +264,8 @@ def load_model(settings: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> Lo
             f"{path}: a model that reads images and has no family here is compared with transformers' whole forward, "
             f"and cannot be divided over {settings.shards} ranks"
         )
+    if settings.shards > 1 and family.undivided:
+        raise UnsupportedError(f"{path}: {family.undivided}, and cannot be divided over {settings.shards} ranks")
     make = maker_of(settings.weights, shards=settings.shards, experts=family.lora.experts is not None)
     if settings.head_weights != DENSE and settings.shards > 1:
         raise UnsupportedError(

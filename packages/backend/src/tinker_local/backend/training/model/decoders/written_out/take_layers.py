@@ -10,6 +10,7 @@ from tinker_local.backend.families.family import Experts
 from tinker_local.backend.training.kernels.kernels import Kernels
 from tinker_local.backend.training.model.decoders.packed_attention import attention_rules
 from tinker_local.backend.training.model.decoders.written_out.attention_block import AttentionBlock
+from tinker_local.backend.training.model.decoders.written_out.beside_experts_block import BesideExpertsBlock
 from tinker_local.backend.training.model.decoders.written_out.block import LAYER_END, Block, LayerPart, norm_weight
 from tinker_local.backend.training.model.decoders.written_out.delta_block import DeltaBlock
 from tinker_local.backend.training.model.decoders.written_out.experts_block import ExpertsBlock
@@ -28,6 +29,7 @@ BLOCKS: tuple[type[Block], ...] = (
     Gemma4AttentionBlock,
     AttentionBlock,
     DeltaBlock,
+    BesideExpertsBlock,
     ExpertsBlock,
     MlpBlock,
     LayerEndBlock,
@@ -49,6 +51,11 @@ _IN_FLOAT32 = {"Gemma4RMSNorm"}
 """Those that multiply by w in float32."""
 _PER_LAYER = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
 """Of a layer that reads something beside hidden states: two projections, and the norm after them."""
+_BESIDE = (
+    *("router", "experts", "pre_feedforward_layernorm_2"),
+    *("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
+)
+"""Of a layer with experts beside its MLP: these, the norm before them, and those after both."""
 
 
 def take_layers(
@@ -80,7 +87,8 @@ def take_layers(
         for part in _parts(layer, f"{path}.layers.{index}", f"layer {index}", rotaries[index], experts, make):
             block = _block_for(part, f"layer {index}")
             known = sizes[block]
-            variant = known.setdefault(_sizes(part.module), str(len(known)) if known else "")
+            sizes_of = getattr(part.module, _MLP, part.module)  # of a layer with experts beside its MLP that of the MLP
+            variant = known.setdefault(_sizes(sizes_of), str(len(known)) if known else "")
             found[-1].append((block, replace(part, index=counts[block, variant], variant=variant)))
             counts[block, variant] += 1
     rules = attention_rules(decoder, weights)
@@ -118,15 +126,18 @@ def _parts(
     mixers = [block.module for block in BLOCKS if block.module not in (_MLP, LAYER_END)]
     first = next((name for name in mixers if name in children), mixers[0])
     per_layer = _PER_LAYER if children.keys() >= {*_PER_LAYER} else ()
-    known = {first, _MLP, *norms, *per_layer}
-    norms += per_layer[-1:]
+    beside = _BESIDE if children.keys() >= {*_BESIDE} else ()
+    known = {first, _MLP, *norms, *per_layer, *beside}
+    norms += [name for name in (*per_layer[-1:], *beside) if name.endswith("norm") or "layernorm" in name]
     if children.keys() != known:
         raise UnsupportedError(f"{where} consists of {', '.join(children)}, not of {', '.join(sorted(known))}")
     for name in sorted(norms):
         _check_norm(children[name], f"{where}: {name}")
     for name, norm, norm_after in zip((first, _MLP), before, after, strict=True):
         behind = None if norm_after is None else children[norm_after]
-        yield LayerPart(name, f"{path}.{name}", children[name], children[norm], behind, 0, None, rotary, experts, make)
+        whole = name == _MLP and bool(beside)
+        at, module = (path, layer) if whole else (f"{path}.{name}", children[name])
+        yield LayerPart(name, at, module, children[norm], behind, 0, None, rotary, experts, make)
     if hasattr(layer, "layer_scalar"):
         behind = children[per_layer[-1]] if per_layer else None
         yield LayerPart(LAYER_END, path, layer, None, behind, 0, None, rotary, experts, make)
@@ -139,7 +150,11 @@ def _block_for(part: LayerPart, where: str) -> type[Block]:
     block = next((each for each in BLOCKS if each.module == part.name and each.recognises(part)), None)
     if block is None:
         raise UnsupportedError(f"{where}: {part.name}: {type(part.module).__name__} is of no known kind")
-    if part.name == LAYER_END:
+    if block is BesideExpertsBlock:
+        for name in ("mlp", "router", "experts"):
+            own = {each.removeprefix(f"{name}.") for each in block.parameters if each.startswith(f"{name}.")}
+            _check_parameters(getattr(part.module, name), own, f"{where}: {name}")
+    elif part.name == LAYER_END:
         for name in set(dict(part.module.named_children())) & {*_PER_LAYER}:
             _check_parameters(getattr(part.module, name), {"weight"}, f"{where}: {name}")
     else:
