@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tinker_local.backend import BackendOptions
+from tinker_local.backend.models.load_engines import check_model
 from tinker_local.backend.tiny_models.seeing_models import make_tiny_seeing_model
+from tinker_local.backend.training.model.load_model import load_model
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainWork
 from tinker_local.backend.training.trainer_config import TrainerConfig
+from tinker_local.types import UnsupportedError
 
 from tests.families.test_models_found_to_see import datum, rendered
 from tests.training.autograd_reference import assert_computes_like, attention_in_float64, norms_in_float64
@@ -38,6 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         shutil.copytree(folder, narrow, dirs_exist_ok=True)
         config = json.loads((narrow / "config.json").read_bytes())
         config["text_config"]["sliding_window"] = window
+        config["vision_config"]["default_output_length"] = window  # vLLM reads it, and the trainer does not
         (narrow / "config.json").write_text(json.dumps(config))
         return narrow
 
@@ -78,3 +83,45 @@ def test_adapters_on_rows_with_pictures_equal_transformers_with_each_alone(
         add_adapter(ours, f"{place}", rank=rank, seed=place)
         works.append(TrainWork(f"{place}", [datum(each) for each in given], "cross_entropy"))
     assert_computes_like(ours, theirs, works)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "wide pictures": (
+        "gemma4_dense",
+        {"sliding_window": 32},
+        r"images have up to 70 positions \(default_output_length\), more than the sliding_window of 32",
+    ),
+    "all forward": (
+        "gemma4_dense",
+        {"use_bidirectional_attention": "all", "sliding_window": 190},
+        "use_bidirectional_attention is 'all'",
+    ),
+    "few embeddings": ("gemma4", {"vocab_size": 1024}, r"vocab_size_per_layer_input is \d+ and vocab_size 1024"),
+    "padding": ("gemma4", {"pad_token_id": 1}, "pad_token_id is 1: layers read its embeddings at positions of images"),
+}
+"""Fields of text configs with which models are refused, and why."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_vllm_computes_otherwise_is_refused_by_the_config(
+    case: str, folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    architecture, fields, why = REFUSED[case]
+    shutil.copytree(folders(architecture), tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_bytes())
+    config["text_config"] |= fields
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("tinker_local.backend.training.model.load_model.check_weights", lambda *_: None)
+    with pytest.raises(UnsupportedError, match=why):
+        check_model(str(tmp_path / "model"), BackendOptions())
+
+
+def test_weights_in_fewer_bits_and_shards_are_refused(folders: Any) -> None:
+    folder = str(folders("gemma4_dense"))
+    for precision in ("int8", "int4"):
+        with pytest.raises(UnsupportedError, match="vLLM joins other matrices of gemma4 models than the trainer"):
+            check_model(folder, BackendOptions(base_precision=precision))
+    with pytest.raises(UnsupportedError, match="vLLM has another form of the weights of gemma4 models"):
+        check_model(folder, BackendOptions(head_precision="int8"))
+    with pytest.raises(UnsupportedError, match=r"read keys and values of each other.* divided over 2 ranks"):
+        load_model(TrainerConfig(folder, name="tiny", device="cpu", shards=2))

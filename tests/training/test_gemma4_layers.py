@@ -48,8 +48,18 @@ def in_float64(folder: Path, decoder: Any = "written-out") -> tuple[HFTrainer, A
     return ours, theirs
 
 
-@pytest.mark.parametrize("decoder", ["written-out", "autograd"])
-@pytest.mark.parametrize("kind", {*KINDS} - {"experts"})
+MORE = [(kind, decoder) for kind in KINDS if kind != "experts" for decoder in ("written-out", "autograd")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "decoder"),
+    [
+        pytest.param(
+            *case, marks=() if case in (("large", "written-out"), ("small", "written-out")) else pytest.mark.more
+        )
+        for case in MORE
+    ],
+)
 def test_adapters_in_one_row_equal_transformers_with_each_alone(
     kind: str, decoder: Any, folders: Any, make: Any, add_adapter: Any
 ) -> None:
@@ -60,7 +70,7 @@ def test_adapters_in_one_row_equal_transformers_with_each_alone(
     assert_computes_like(ours, theirs, [make.work(adapter, LENGTHS) for adapter in "012"])
 
 
-@pytest.mark.parametrize("decoder", ["written-out", "autograd"])
+@pytest.mark.parametrize("decoder", ["written-out", pytest.param("autograd", marks=pytest.mark.more)])
 def test_adapters_of_experts_beside_an_mlp_equal_transformers_with_each_merged(
     decoder: Any, folders: Any, make: Any, add_adapter: Any
 ) -> None:
@@ -91,7 +101,7 @@ def test_adapters_of_experts_beside_an_mlp_equal_transformers_with_each_merged(
             torch.testing.assert_close(spec.view(adapter.gradient), grad, rtol=0, atol=1e-9 * scale, msg=spec.name)
 
 
-@pytest.mark.parametrize("kind", ["large", "small"])
+@pytest.mark.parametrize("kind", [pytest.param("large", marks=pytest.mark.more), "small", "experts"])
 def test_gradients_are_the_same_whatever_layers_keep(
     kind: str,
     folders: Any,
@@ -102,19 +112,21 @@ def test_gradients_are_the_same_whatever_layers_keep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Keys and values that later layers read are there when those run backward."""
-    ours, _ = in_float64(folders(kind))
+    with InFloat64():
+        ours = HFTrainer(TrainerConfig(str(folders(kind)), name="tiny", dtype="float64", device="cpu"))
     add_adapter(ours, "a")
     layers, data, seen = 7 if kind == "small" else 2, [make.datum(9), make.datum(30)], {}
     for keep in Keep:
         monkeypatch.setattr(ours._runner, "_policy", lambda *_, keep=keep: [keep] * layers)
-        ours.forward_backward([TrainWork("a", data, "cross_entropy")])
+        with InFloat64():
+            ours.forward_backward([TrainWork("a", data, "cross_entropy")])
         seen[keep] = gradients(ours, "a")
         ours.discard_gradients("a")
     for found in seen.values():
         assert_close(found, seen[Keep.ALL], 1e-12)
 
 
-@pytest.mark.parametrize("kind", ["large", "small"])
+@pytest.mark.parametrize("kind", [pytest.param("large", marks=pytest.mark.more), "small"])
 def test_what_data_share_is_computed_once_with_the_same_gradients(
     kind: str, folders: Any, make: Any, add_adapter: Any, gradients: Any, assert_close: Any
 ) -> None:

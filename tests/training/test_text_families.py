@@ -30,7 +30,7 @@ from tinker_local.types import UnsupportedError
 from tests.float64 import InFloat64
 from tests.training.autograd_reference import Hooked, attention_in_float64, norms_in_float64
 
-FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "gemma3_text", "gemma4_text")
+FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "gemma3_text")
 DECODERS = [(family, decoder) for family in FAMILIES for decoder in ("written-out", "autograd")]
 LENGTHS = (40, 7, 1, 40, 23)
 

@@ -1,7 +1,7 @@
 """Gemma 4: layers with a window and layers without have heads of other sizes.
 
 In large models values are keys where there is no window, and images see forward where there is one. In small ones (E2B,
-E4B) the last layers read keys and values of earlier ones, and all read embeddings of their own.
+E4B) the last layers read keys and values of earlier ones, and all read a second embedding.
 """
 
 import json
@@ -14,6 +14,7 @@ from tinker_local.backend.families.family import Experts, Family, ImageFeatures,
 from tinker_local.backend.families.gemma2 import capped_logits
 from tinker_local.backend.rendering.rendered_input import ImageTokens, RenderedImage
 from tinker_local.backend.weight_files import folder_of
+from tinker_local.types import UnsupportedError
 
 PATCH_PLACES = "image_position_ids"
 """What processors and transformers call the row and column of each patch, [images, patches, 2]; -1 where none is."""
@@ -47,8 +48,20 @@ def _unlike_vllm(config: Any) -> str:
     return ""
 
 
+USUAL_POSITIONS = 280
+"""The most of an image, unless `default_output_length` says otherwise."""
+
+
 def _image_tokens(config: Any) -> ImageTokens:
     """The processor makes of one token the positions of an image and what is around them."""
+    positions = getattr(config.vision_config, "default_output_length", None) or USUAL_POSITIONS
+    window = config.get_text_config().sliding_window
+    if _sees_whole_images(config) and window is not None and positions > window:
+        raise UnsupportedError(
+            f"{config.name_or_path}: images have up to {positions} positions (default_output_length), more than the "
+            f"sliding_window of {window}: on CPUs vLLM lets a position of such an image see no further forward than "
+            "the window, and the model was made to see all of it"
+        )
     return ImageTokens(None, config.image_token_id, None)
 
 

@@ -70,7 +70,7 @@ def worth_keeping(keys: float, window: int | None, hidden: int) -> bool:
 
 def attention_widths(config: Mapping[str, Any]) -> tuple[int, int]:
     """Query heads and KV heads, times the head size, from the fields of a text config of transformers. The most of
-    any layer, where layers have fields of their own."""
+    any layer, where fields differ between layers."""
     layers = [config, *({**config, **own} for own in (config.get("per_layer_config") or {}).values())]
     found = [_widths(layer) for layer in layers]
     return max(queries for queries, _ in found), max(keys for _, keys in found)
