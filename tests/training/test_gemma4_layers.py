@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tinker_local.backend.models.gpu_plan import model_sizes
+from tinker_local.backend.training.model.decoders.written_out.layers import WrittenOutDecoder
+from tinker_local.backend.training.model.load_model import decoder_of_sizes
 from tinker_local.backend.training.run.recompute_policy import Keep
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
@@ -150,3 +153,55 @@ def test_adapters_leave_out_keys_that_are_values(folders: Any) -> None:
         ours.create_adapter("a", LoraConfig(rank=2))
         names = {name for name in ours.capture("a", optimizer=False).tensors if "k_proj" in name}
         assert {name.partition(".layers.")[2].partition(".")[0] for name in names} == {"0"}
+
+
+ATTENTION = {"head_dim": 256, "global_head_dim": 512, "num_hidden_layers": 6}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "31B": {
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 4,
+        "hidden_size_per_layer_input": 0,
+    },
+    "26B-A4B": {
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 2,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+    },
+    "E4B": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 256,
+    },
+}
+"""The shapes of published models, with six layers."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_shapes_are_written_out_by_the_config_alone(name: str, tmp_path: Path) -> None:
+    """Before weights are there, as `tinker-local models` asks."""
+    fields = {**ATTENTION, **PUBLISHED[name]}
+    transformers.Gemma4TextConfig(**fields).save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    decoder, _ = decoder_of_sizes(config, "bfloat16", "auto")
+    assert isinstance(decoder, WrittenOutDecoder)
+    kinds = {target.projection for target in decoder.targets}
+    assert ("w1" in kinds) == (name == "26B-A4B")
+    sizes = model_sizes(config.to_dict(), 1, 2)
+    assert (sizes.chosen, sizes.expert_width) == ((8, 704) if name == "26B-A4B" else (0, 0))
+    assert sizes.q_width == 512 * PUBLISHED[name]["num_attention_heads"]

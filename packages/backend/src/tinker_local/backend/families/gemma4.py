@@ -13,7 +13,7 @@ import numpy as np
 from tinker_local.backend.families.family import Experts, Family, ImageFeatures, LoraNames, Vision, VLLMHead
 from tinker_local.backend.families.gemma2 import capped_logits
 from tinker_local.backend.rendering.rendered_input import ImageTokens, RenderedImage
-from tinker_local.backend.weight_files import folder_of
+from tinker_local.backend.weight_files import folder_on_disk
 from tinker_local.types import UnsupportedError
 
 PATCH_PLACES = "image_position_ids"
@@ -22,7 +22,7 @@ PATCH_PLACES = "image_position_ids"
 
 def _lora_of(where: str) -> LoraNames:
     """With experts, if the layers of the model at `where` have some beside their MLPs. Their router is frozen."""
-    if (folder := folder_of(where)) is None or not (folder / "config.json").is_file():
+    if (folder := folder_on_disk(where)) is None or not (folder / "config.json").is_file():
         return LoraNames()
     config = json.loads((folder / "config.json").read_bytes())
     text = config.get("text_config", config)

@@ -85,6 +85,8 @@ class AutogradDecoder:
                 norms += [module for module in layer.modules() if is_norm(module)]
                 gated += [one for one in layer.modules() if is_gated(one) and one.down_proj in self._by_module]
                 deltas += [module for module in layer.modules() if is_delta_net(module)]
+                if lora.experts is None and any(weights_of(one) is not None for one in layer.modules()):
+                    raise UnsupportedError(f"layer {index} has routed experts, of which its family knows nothing")
                 if lora.experts is not None:
                     named = layer.named_modules(prefix=f"{path}.layers.{index}")
                     experts += [(name, module) for name, module in named if is_experts(module)]
