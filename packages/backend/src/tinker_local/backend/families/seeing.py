@@ -190,8 +190,7 @@ def parts_of(model: Any, where: str) -> Parts:
 
 
 def _check_sight(config: Any, where: str) -> None:
-    """UnsupportedError for a model whose images see forward. Gemma 4's do in some layers alone, where they see no
-    further back than the window."""
+    """UnsupportedError for a model whose images see forward: a family says in which layers."""
     text = config.get_text_config()
     if config.model_type == "paligemma":
         raise UnsupportedError(
