@@ -46,22 +46,30 @@ OTHERS_THAT_SEE = """
 So is the language model of any class of transformers that reads images and text. Its own processor says what an image
 is in a prompt: which tokens, ends of rows and marks of tiles among them, and what the vision tower takes; vLLM's must
 make the same of each picture, otherwise the request is refused with the difference. Its own code computes features and
-positions. With `--train-vision` adapters train its tower, too, where vLLM takes them, and the start says where it does
-not. At the start the trainer is compared with transformers' whole forward, on pictures of
-four shapes, between, before and behind texts, and two in a prompt, and trainer and sampler on several shapes; a model
-that differs is refused with the prompt, the position and both numbers. Routed experts are trained in `glm4v_moe`, and
-where the language model is a `qwen3_moe`, as that of InternVL 3.5 30B-A3B. What transformers' class leaves out of the
-logits, and its language model's own class and vLLM do not, is computed: the scale of Granite vision, a `llava_next`.
+positions, for pictures of one size at once where it computes them in a batch as it does alone. At the start the trainer
+is compared with transformers' whole forward, on pictures of four shapes, between, before and behind texts, and two in a
+prompt, and trainer and sampler on several shapes; a model that differs is refused with the prompt, the position and
+both numbers. Routed experts are trained in `glm4v_moe`, and where the language model is a `qwen3_moe`, as that of
+InternVL 3.5 30B-A3B. What transformers' class leaves out of the logits, and its language model's own class and vLLM do
+not, is computed: the scale of Granite vision, a `llava_next`.
 
 Layers are written out if all of their parts are, as those of LLaVA, InternVL, Idefics 3, GLM-4.1V, and of Mistral 3
 with either of its language models; the start says which decoder trains. Tests have seen these agree, with gradients of
 adapters that are transformers' in float64:
+"""
+TOWERS_THAT_SEE = """
+With `--train-vision` adapters also train all linear layers of the tower, and of what is between it and the language
+model, where tests have seen vLLM compute them as transformers does: in `exaone4_5`, `idefics3`, `llava_next`,
+`smolvlm`, and `llava` with Pixtral's tower. Elsewhere the tower stays frozen, and a run that asks for it is refused
+with the reason: vLLM's class takes no adapters on its tower (`internvl`, `mistral3`) or not on all of it (`glm4v`,
+`glm_ocr`), or fails with them (`llava` with CLIP's tower).
 """
 REFUSED = """
 ### Refused
 
 - models whose images see forward, but for Gemma 3 and 4, as `paligemma`, where all of a prompt does, and in vLLM the
   image alone;
+- models of which a layer adds features of images to what it gives (`granite4_vision`), but for Qwen3-VL;
 - models of which vLLM takes no adapters (`llava_onevision`, `cohere2_vision`), and models with sound;
 - models whose layers do not pass their arguments on to attention (`nemotron`, `stablelm`), or compute it by other
   functions than transformers' common ones, or have convolutions along the sequence that are not LFM2's (`falcon_h1`);
@@ -132,7 +140,8 @@ def page() -> str:
     others = textwrap.fill(", ".join(f"`{model_type}`" for model_type in OTHERS) + ".", 120, break_on_hyphens=False)
     by_autograd = ", ".join(f"`{model_type}`" for model_type in SEEING_BY_AUTOGRAD)
     seeing = textwrap.fill(", ".join(f"`{model_type}`" for model_type in SEEING) + ".", 120, break_on_hyphens=False)
-    others += f"\n{OTHERS_THAT_SEE}{seeing}\nOf these, autograd trains {by_autograd}."
+    others += f"\n{OTHERS_THAT_SEE}{seeing}\nOf these, autograd trains {by_autograd}, and Granite vision."
+    others += f"\n{TOWERS_THAT_SEE.rstrip()}"
     return f"{HEAD}{architectures}\n{OTHER_MODELS}{others}\n{REFUSED}{refused}\n{NAMES}{names}\n"
 
 

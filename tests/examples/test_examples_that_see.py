@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import datasets
+import datasets  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 from PIL import Image
@@ -64,7 +64,7 @@ def test_the_classifier_learns_colours(server: Server, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(560)
 def test_reward_rises_by_rl_on_pictures_in_two_turns(server: Server, tmp_path: Path) -> None:
-    """And what the sampler says of its own tokens before training is what the trainer says."""
+    """And before training, sampler and trainer agree on what was sampled."""
     program = [str(EXAMPLES / "color_square.py"), "--model", "tiny/sees", "--base-url", server.url]
     printed = done(server, *program, "--steps", "12", "--groups", "12", "--out", "out", folder=tmp_path)
     returns = [float(value) for value in re.findall(r"return +(-?[0-9.]+) ", printed)]

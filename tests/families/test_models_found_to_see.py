@@ -14,6 +14,7 @@ import torch
 import transformers
 from click.testing import CliRunner
 from PIL import Image
+from safetensors.torch import save_file
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.cli.check_command import check
 from tinker_local.backend.families import FAMILIES, OTHER, family_of, seeing
@@ -196,7 +197,7 @@ def test_gradients_of_experts_on_rows_with_pictures_are_transformers(
         assert float((ours - theirs).norm()) < 1e-5 * float(theirs.norm()), spec.name
 
 
-@pytest.mark.parametrize("architecture", ["idefics3", "mistral3", *WITH_EXPERTS])
+@pytest.mark.parametrize("architecture", ["idefics3", "mistral3", "granite_vision", "lfm2_vl", *WITH_EXPERTS])
 def test_a_packed_base_is_one_copy_for_both_engines(architecture: str, folders: Any, tmp_path: Path) -> None:
     """vLLM names the layers of Idefics 3 otherwise, and Pixtral's tower makes tables where it finds its weights."""
     said: list[str] = []
@@ -305,6 +306,21 @@ def test_a_class_that_gives_its_layers_more_than_embeddings_is_refused() -> None
     seeing.check_given(torch.nn.Module(), {"inputs_embeds": embeds, "attention_mask": None, "visual_pos_masks": None})
     with pytest.raises(UnsupportedError, match=r"gives its layers deepstack_visual_embeds beside embeddings"):
         seeing.check_given(torch.nn.Module(), {"inputs_embeds": embeds, "deepstack_visual_embeds": [embeds]})
+
+
+def test_layers_that_add_features_of_images_to_what_they_give_are_refused(tmp_path: Path) -> None:
+    """Granite 4 Vision, by its config alone."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    transformers.Granite4VisionConfig(
+        text_config={**sizes, "vocab_size": 512, "model_type": "granite4_vision_text"},
+        vision_config={**sizes, "image_size": 56, "patch_size": 14, "model_type": "siglip_vision_model"},
+        deepstack_layer_map=[[-1, 0]],
+        spatial_target_layers=[1, 1, 1, 1],
+        downsample_rate="1/2",
+    ).save_pretrained(tmp_path)
+    save_file({"of_another_class": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedError, match=r"add features of images to what they give \(deepstack_features\)"):
+        family_of("granite4_vision", str(tmp_path))
 
 
 def test_pictures_that_touch_or_are_too_small_for_transformers_are_errors_of_the_request(folders: Any) -> None:

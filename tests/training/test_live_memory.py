@@ -13,7 +13,7 @@ from tinker_local.backend.training.model.decoder import PackedRow
 from tinker_local.backend.training.model.decoders.autograd import AutogradDecoder
 from tinker_local.backend.training.model.load_model import decoder_of_sizes, tower_of_sizes
 from tinker_local.backend.training.model.segments import Segments
-from tinker_local.backend.training.model.vision_tower import _Run
+from tinker_local.backend.training.model.vision_tower import VisionTower, _Run
 from tinker_local.backend.training.run.recompute_policy import Keep
 from tinker_local.types import LoraConfig
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -69,7 +69,7 @@ def test_the_plan_has_room_for_the_backward_of_a_block_of_a_vision_tower(monkeyp
         text_config=text, vision_config={**vision, "deepstack_visual_indexes": [0]}, tie_word_embeddings=True
     )
     tower = tower_of_sizes(config, "bfloat16")
-    assert tower is not None
+    assert isinstance(tower, VisionTower)
     lora = LoraConfig(rank=32, train_vision=True)
     specs = layout(tower.targets, lora)
     adapter = Adapter(lora, specs, torch.zeros(specs[-1].stop, device=META))

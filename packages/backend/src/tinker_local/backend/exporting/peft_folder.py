@@ -1,6 +1,7 @@
 """An adapter as a folder that PEFT and vLLM load without being told other names."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -30,8 +31,19 @@ def write_adapter_for(library: Literal["peft", "vllm"], folder: Path, trained: T
     (folder / CONFIG).write_text(json.dumps(trained.peft_config(names), indent=2) + "\n")
 
 
+IGNORED: Mapping[str, str] = {"lfm2_vl": ".conv."}
+"""Parts of names of modules of which vLLM, as it is, ignores adapters, by `model_type`."""
+
+
 def check_vllm_takes(trained: Trained) -> None:
     """InvalidRequestError for an adapter that vLLM, as it is, refuses or ignores a part of."""
+    kind = trained.base.config.model_type
+    ignored = sorted(name for name in trained.tensors if kind in IGNORED and IGNORED[kind] in name)
+    if ignored:
+        raise InvalidRequestError(
+            f"--to vllm: vLLM ignores adapters of some modules of {kind} models, such as {ignored[0]}, unless a server "
+            "of this project runs it; use --to merged"
+        )
     if trained.has_head and not trained.base.family.head_adapters_in_vllm:
         raise InvalidRequestError(
             f"--to vllm: vLLM takes no adapter of the LM head of {trained.base.config.model_type} models, and this "

@@ -119,5 +119,5 @@ SEEING: Sequence[str] = (
 )
 """The same of those that read images."""
 
-SEEING_BY_AUTOGRAD: Sequence[str] = ("exaone4_5",)
+SEEING_BY_AUTOGRAD: Sequence[str] = ("exaone4_5", "lfm2_vl")
 """Of these, those whose layers are not written out."""

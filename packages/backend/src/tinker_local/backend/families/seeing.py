@@ -178,6 +178,12 @@ def parts_of(model: Any, where: str) -> Parts:
     if decoder not in paths or not hasattr(decoder, "layers") or not paths[decoder].startswith("model."):
         raise UnsupportedError(f"{where}: transformers' {kind} has no language model with `layers` below `model`")
     path = paths[decoder]
+    deep = [name for name in inspect.signature(type(decoder).forward).parameters if "deepstack" in name]
+    if deep:
+        raise UnsupportedError(
+            f"{where}: the layers of transformers' {kind} add features of images to what they give ({deep[0]}), which "
+            "the trainer does in families that it knows"
+        )
     others = [name for name, _ in inner.named_children() if not f"{path}.".startswith(f"model.{name}.")]
     tower = next((name for name in others if "vis" in name or "image" in name), "")
     return Parts(

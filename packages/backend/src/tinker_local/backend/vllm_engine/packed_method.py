@@ -19,8 +19,9 @@ from tinker_local.backend.weights.layout import OWN, Layout
 from tinker_local.backend.weights.packed import CODES, ORDER, SCALES, ZEROS, is_packed
 from tinker_local.backend.weights.published import WEIGHTS, Published
 
-_DECODER = re.compile(r"^(?:language_model\.)?model\.(?:(?:language|text)_model\.)?layers\.")
-"""Paths of vLLM's modules in a language model's layers, and not in those of a vision tower."""
+_DECODER = re.compile(r"^(?:language(?:_model)?\.)?model\.(?:(?:language|text)_model\.)?layers\.")
+"""What vLLM calls modules in a language model's layers, and not in those of a vision tower. That of LFM2-VL has another
+name where it is made than in the whole model."""
 _PARTS = {joined.vllm: joined.parts for joined in JOINED}
 
 

@@ -29,12 +29,12 @@ def packed_short_conv(module: Any, hidden: torch.Tensor, segments: Segments) -> 
     if segments.shared is not None:
         raise UnsupportedError("short convolutions are not computed on rows that several ranks share")
     before, after, x = module.in_proj(hidden)[0].chunk(3, dim=-1)
-    mixed = _convolved(before * x, module.conv.weight.squeeze(1), module.conv.bias, segments)
+    mixed = _short_conv(before * x, module.conv.weight.squeeze(1), module.conv.bias, segments)
     output: torch.Tensor = module.out_proj((after * mixed)[None])
     return output
 
 
-def _convolved(x: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, segments: Segments) -> torch.Tensor:
+def _short_conv(x: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, segments: Segments) -> torch.Tensor:
     """The causal convolution of `x` [T, H] by `taps` [H, W], whose last is for a position itself."""
     width = taps.shape[1]
     result = x * taps[:, -1] if bias is None else x * taps[:, -1] + bias
