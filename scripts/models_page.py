@@ -67,7 +67,7 @@ with the reason: vLLM's class takes no adapters on its tower (`internvl`, `mistr
 REFUSED = """
 ### Refused
 
-- models whose images see forward (`gemma4`), but for Gemma 3; `paligemma`, where all of a prompt does, and in vLLM the
+- models whose images see forward, but for Gemma 3 and 4, as `paligemma`, where all of a prompt does, and in vLLM the
   image alone;
 - models of which a layer adds features of images to what it gives (`granite4_vision`), but for Qwen3-VL;
 - models of which vLLM takes no adapters (`llava_onevision`, `cohere2_vision`), and models with sound;
@@ -97,6 +97,9 @@ they differ by as much as without (0.03 to 0.1), and those changes are 0.95 to 1
 | --- | --- | ---: | --- |
 """
 
+SOME_WITH_EXPERTS = ", and `experts.w1`, `experts.w3`, `experts.w2` of models with experts"
+"""What adapters train of architectures in which some models have them."""
+
 AFTER_STEPS = {"gpt_oss": "served [in bfloat16](supported.md#gpt-oss)"}
 """Architectures whose published weights take a step before they are served."""
 
@@ -113,7 +116,7 @@ def architecture(model_type: str) -> str:
     images = "" if family.vision is None else "yes"
     # Below "layers.N.self_attn." and the like.
     names = dict.fromkeys(target.path.split(".layers.")[1].split(".", 2)[2] for target in decoder.targets)
-    targets = ", ".join(f"`{name}`" for name in names)
+    targets = ", ".join(f"`{name}`" for name in names) + (SOME_WITH_EXPERTS if family.experts_of else "")
     return f"| `{model_type}` | {how} | {images} | {targets} |"
 
 

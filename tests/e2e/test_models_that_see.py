@@ -1,4 +1,4 @@
-"""Models that see, whole: a real server, the SDK, OpenAI's client, exports. Of these, Qwen2-VL alone has a family."""
+"""Models that see, whole: a real server, the SDK, OpenAI's client, exports. Qwen2-VL and Gemma 4 have families."""
 
 import base64
 import io
@@ -27,22 +27,35 @@ from tests.e2e.test_agreement import difference, sampler_logprobs, tokens, train
 
 pytestmark = [pytest.mark.more, pytest.mark.rotated(3)]
 
+GEMMA4 = ("gemma4", "gemma4_dense", "gemma4_moe")
+"""A small model, a large one, and one with experts."""
+
 SERVED = (
     *("llava", "llava_next", "internvl", "internvl3_5", "mistral3", "ministral3", "pixtral", "idefics3"),
     *("qwen2_vl", "glm4v", "glm_ocr", "exaone4_5", "smolvlm", "glm4v_moe", "internvl3_5_moe"),
-    *("granite_vision", "lfm2_vl"),
+    *("granite_vision", "lfm2_vl", *GEMMA4),
 )
 """Architectures."""
 
-TRAINED_TOWERS = ("llava_next", "pixtral", "idefics3", "smolvlm", "qwen2_vl", "exaone4_5")
+TRAINED_TOWERS = ("llava_next", "granite_vision", "pixtral", "idefics3", "smolvlm", "qwen2_vl", "exaone4_5")
 """Of these vLLM takes adapters on tower and projector."""
 
 FROZEN_TOWERS = {
     "llava": "without its class token, and fails with adapters",
-    **dict.fromkeys(("internvl", "internvl3_5", "mistral3", "ministral3"), "takes no adapters on its tower"),
-    **dict.fromkeys(("glm4v", "glm_ocr"), "takes no adapters on gate_proj and up_proj of towers of this kind"),
+    **dict.fromkeys(
+        ("internvl", "internvl3_5", "internvl3_5_moe", "mistral3", "ministral3"), "takes no adapters on its tower"
+    ),
+    **dict.fromkeys(
+        ("glm4v", "glm4v_moe", "glm_ocr"), "takes no adapters on gate_proj and up_proj of towers of this kind"
+    ),
+    "lfm2_vl": "it has not been seen that vLLM computes adapters on towers of lfm2_vl models",
+    **dict.fromkeys(GEMMA4, "computed by transformers' class without adapters"),
 }
 """Of the others, why not."""
+
+ROUNDING = dict.fromkeys(GEMMA4, 5e-4)
+"""Nats by which trainer and sampler may differ, if not 1e-4: these layers do not scale the products of queries and
+keys of RMS 1, so that rounding moves them more."""
 
 SIZES = ((224, 224), (260, 60), (50, 200), (30, 40))
 """Width and height of pictures in pixels."""
@@ -109,13 +122,13 @@ def test_trainer_and_sampler_agree_before_and_after_training(
     sdk: SdkDriver, server: Server, inputs: list[tuple[ModelInput, np.ndarray]], folder: Path, tmp_path: Path
 ) -> None:
     """And the checkpoint resumes, and is exported for PEFT and merged, which are compared with the trainer."""
-    client = sdk.create("tiny/sees", LoraConfig(rank=4, seed=4))
+    client, near = sdk.create("tiny/sees", LoraConfig(rank=4, seed=4)), ROUNDING.get(folder.name, 1e-4)
     base = sampler_logprobs(sdk.base_sampler("tiny/sees"), inputs)
-    assert difference(trainer_logprobs(client, inputs), base) < 1e-4
+    assert difference(trainer_logprobs(client, inputs), base) < near
     train(client, inputs, 3)
     trained = trainer_logprobs(client, inputs)
     assert difference(trained, base) > 0.2
-    assert difference(trained, sampler_logprobs(client.save_weights_and_get_sampling_client(), inputs)) < 1e-4
+    assert difference(trained, sampler_logprobs(client.save_weights_and_get_sampling_client(), inputs)) < near
     state = client.save_state("seen").result().path
     resumed = sdk.resume(state, optimizer=True)
     assert difference(trained, trainer_logprobs(resumed, inputs)) == 0

@@ -32,7 +32,7 @@ from tests.float64 import Exact
 
 pytestmark = pytest.mark.more
 
-FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "gemma3_text")
+FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "gemma3_text", "gemma4_text")
 ON_GPU = torch.cuda.is_available()
 TOLERANCE = 0.5
 """Nats between trainer and sampler on a GPU, where both compute in bfloat16. In float32, `Exact` knows it."""

@@ -306,10 +306,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "deepseek_v32": ({}, "the trainer cannot run its layers (TypeError: "),
     "diffllama": ({}, "vLLM has no class DiffLlamaForCausalLM, and cannot run transformers' in its place"),
     "falcon_h1": ({}, "model.layers.0.mamba.conv1d is a convolution along the sequence"),
-    "gemma4_text": (
-        {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 512},
-        "its layers read embeddings of tokens beside model.embed_tokens",
-    ),
     "lfm2_moe": (
         {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "num_experts": 8},
         "model.layers.1.feed_forward.experts has 8 routed experts",

@@ -25,8 +25,10 @@ def norms_in_float64(model: Any, within: str = "") -> None:
         (x,) = args
         gemma = "Gemma" in type(module).__name__
         epsilon = module.eps if gemma else module.variance_epsilon
-        weight = 1 + module.weight if gemma else module.weight
-        return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon))
+        weight = getattr(module, "weight", 1)  # none in a norm of values
+        return (1 + weight if gemma and not hasattr(module, "with_scale") else weight) * (
+            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+        )
 
     for path, module in model.named_modules():
         if type(module).__name__.endswith("RMSNorm") and within in path:

@@ -14,7 +14,7 @@ from tinker_local.backend.training.trainer import TrainWork
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3_text", "gpt_oss", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "qwen3_5_text"])
 def test_kept_attention_is_not_computed_again_and_gradients_are_the_same(
     family: str,
     trainer: Any,

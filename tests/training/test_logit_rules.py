@@ -57,6 +57,7 @@ RULED: dict[str, dict[str, Any]] = {
     "vaultgemma": {"final_logit_softcapping": 3.0},
     "gemma2": {"final_logit_softcapping": 2.0},
     "gemma3_text": {"final_logit_softcapping": 5.0},
+    "gemma4_text": {"final_logit_softcapping": 5.0},
     "phi": {},  # a bias
     "llama": {},
 }

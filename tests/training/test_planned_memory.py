@@ -16,7 +16,18 @@ from tinker_local.backend.spare_memory import (
 from tinker_local.backend.training.model.load_model import decoder_of_sizes
 from tinker_local.backend.training.run.recompute_policy import free_bytes
 
-FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "gemma3_text", "qwen3", "qwen3_untied", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "qwen3",
+    "qwen3_untied",
+    "qwen2_5_vl",
+    "qwen3_vl",
+)
 
 
 @pytest.mark.rotated(3)

@@ -18,6 +18,7 @@ TEXT_KINDS = (
     "mistral",
     "gemma2",
     "gemma3_text",
+    "gemma4_text",
     "gpt_oss",
     "mixtral",
     "olmoe",

@@ -7,6 +7,7 @@ from tinker_local.backend.families import (
     gemma2,
     gemma3,
     gemma3_text,
+    gemma4,
     glm4_moe,
     gpt_oss,
     llama,
@@ -37,6 +38,8 @@ FAMILIES: dict[str, Family] = {
     "gemma2": gemma2.FAMILY,
     "gemma3": gemma3.FAMILY,
     "gemma3_text": gemma3_text.FAMILY,
+    "gemma4": gemma4.FAMILY,
+    "gemma4_text": gemma4.TEXT,
     "glm4_moe": glm4_moe.FAMILY,
     "gpt_oss": gpt_oss.FAMILY,
     "llama": llama.FAMILY,
@@ -78,8 +81,8 @@ def written_family(model_type: str, where: str) -> Family:
 
 def family_of(model_type: str, where: str) -> Family:
     """The same, and one that is found in transformers' class for a model without a family that reads images. `where`: a
-    folder or hub name, whose config is read for such a model."""
+    folder or hub name, whose config is read for such a model, and where it says whether layers have experts."""
     family = written_family(model_type, where)
     if family is OTHER and seeing.sees(model_type, where):
         return seeing.seeing_family(model_type, where)
-    return family
+    return family if family.experts_of is None else replace(family, lora=family.experts_of(where))

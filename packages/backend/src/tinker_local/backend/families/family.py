@@ -138,6 +138,12 @@ class LoraNames:
             return "attn"
         return "mlp" if last in (*self.mlp, *(self.experts.names if self.experts else ())) else None
 
+    @staticmethod
+    def left_out(parent: Any, last: str) -> bool:
+        """Whether adapters do not train the module `last` of transformers' `parent`, whatever it is called: a
+        projection of keys that are values, too. Of such an adapter vLLM adds to the keys alone."""
+        return last == "k_proj" and getattr(parent, "v_proj", parent) is None
+
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Modules that choose experts, and the gate of a shared one: vLLM loads adapters of them and computes without."""
@@ -178,11 +184,12 @@ class Vision:
     processor says what an image is in a prompt. `encode_images(model, images)`: features of images in order.
     `arguments(images, is_image)`: what transformers' forward takes for the images of one input, in order, beside its
     ids; `is_image` int32 [1, N], where features are. `whole_images`: whether the positions of an image see all of it,
-    and not only what precedes them. `frozen`: why adapters cannot train the tower; empty if they can. `found`: for a
-    model without a family, the parts of its class by which images are read; empty for those that are written here.
-    `touching`: whether images may follow each other without a token between their features. `connectors`: paths of what
-    is between tower and language model, which `train_vision` trains, too. `untrained`: parts of both that features do
-    not depend on. `inside`: what vLLM and published files have between the tower's path and those of its modules.
+    and not only what precedes them, if `whole_in(config)`. `frozen`: why adapters cannot train the tower; empty if they
+    can. `found`: for a model without a family, the parts of its class by which images are read; empty for those that
+    are written here. `touching`: whether images may follow each other without a token between their features.
+    `connectors`: paths of what is between tower and language model, which `train_vision` trains, too. `untrained`:
+    parts of both that features do not depend on. `inside`: what vLLM and published files have between the tower's path
+    and those of its modules.
     """
 
     tower: str
@@ -192,6 +199,7 @@ class Vision:
     encode_images: Callable[[Any, Sequence[RenderedImage]], ImageFeatures]
     arguments: Callable[[Sequence[RenderedImage], Any], dict[str, Any]]
     whole_images: bool = False
+    whole_in: Callable[[Any], bool] = lambda config: True
     frozen: str = ""
     found: str = ""
     touching: bool = True
@@ -207,6 +215,11 @@ class Vision:
     def trains(self, path: str) -> bool:
         """Whether adapters train the module at `path`, if it is one of projections, or others inside."""
         return self.part_of(path) is not None and not any(f"{path}.".startswith(f"{each}.") for each in self.untrained)
+
+    @property
+    def by_processor(self) -> bool:
+        """Whether the model's own processor makes the positions of an image, as of every model without a family."""
+        return self.read_image is None
 
     def processor(self, model: str, config: Any) -> ImageProcessor[TrainerImage]:
         """What reads images for the trainer, of the model at a folder or hub name, with its config."""
@@ -231,7 +244,10 @@ class Family:
     not. `quantized`: what to do with a checkpoint in fewer bits, which is refused. `hosted_attention`:
     what exports call the modules `self_attn`. `tool_parser`: of vLLM, for the form in which models of the family write
     calls of tools; None if they have none. `unused_tokens`: that published tokenizers have beyond the rows of the
-    embedding. `model_type`: of its configs; empty for architectures without a family.
+    embedding. `model_type`: of its configs; empty for architectures without a family. `joins_otherwise`: whether
+    vLLM joins other matrices than the trainer, as of keys that are values, too. `undivided`: why ranks cannot hold
+    parts of the weights; empty if they can. `experts_of(where)`: `lora` of the model at a folder or hub name, of a
+    family in which some models have experts; None of others.
     """
 
     auto_class: str = "AutoModelForCausalLM"
@@ -248,6 +264,9 @@ class Family:
     unused_tokens: tuple[str, ...] = ()
     left_out: str = ""
     model_type: str = ""
+    joins_otherwise: bool = False
+    undivided: str = ""
+    experts_of: "Callable[[str], LoraNames] | None" = None
 
     @property
     def unwritten(self) -> bool:
@@ -258,7 +277,7 @@ class Family:
     def one_copy(self) -> bool:
         """Whether vLLM keeps all matrices as transformers has them, so that it can read a trainer's on a GPU. It turns
         experts round that are transposed."""
-        return self.lora.experts is None or not self.lora.experts.transposed
+        return not self.joins_otherwise and (self.lora.experts is None or not self.lora.experts.transposed)
 
     @property
     def head_adapters_in_vllm(self) -> bool:

@@ -200,8 +200,8 @@ def parts_of(model: Any, where: str) -> Parts:
 
 
 def _check_sight(model: Any, where: str) -> None:
-    """UnsupportedError for a model whose images see forward. Gemma 4's do in some layers alone, where they see no
-    further back than the window. Gemma 3's config says so of texts alone: its class lets images in any case."""
+    """UnsupportedError for a model whose images see forward: a family says in which layers. Gemma 3's config says so of
+    texts alone: its class lets images in any case."""
     kind = model.config.model_type
     seen = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
     told = f"use_bidirectional_attention is {seen!r}"

@@ -245,6 +245,8 @@ class GpuPlan:
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What configs call the number of routed experts."""
+_CHOSEN = ("num_experts_per_tok", "moe_k", "top_k_experts")
+"""And of those that a position takes."""
 
 
 def spare_bytes(free: int) -> int:
@@ -268,7 +270,8 @@ def model_sizes(
     # gpt-oss has no other name for the width of an expert.
     width = config.get("moe_intermediate_size") or config["intermediate_size"]
     several = config.get("n_shared_experts") or config.get("moe_num_shared_experts") or 0
-    shared = config.get("shared_expert_intermediate_size") or several * width
+    beside = config["intermediate_size"] if config.get("enable_moe_block") else 0
+    shared = config.get("shared_expert_intermediate_size") or several * width or beside
     kinds: Sequence[str] = config.get("layer_types") or ()
     window = config.get("sliding_window") or 0
     return ModelSizes(
@@ -280,7 +283,7 @@ def model_sizes(
         kv_width=kv_width,
         vocabulary=config["vocab_size"],
         itemsize=itemsize,
-        chosen=(config.get("num_experts_per_tok") or config["moe_k"]) if experts else 0,
+        chosen=next(config[name] for name in _CHOSEN if config.get(name)) if experts else 0,
         expert_width=width if experts else 0,
         sliding=kinds.count("sliding_attention") if window else 0,
         window=window if "sliding_attention" in kinds else 0,

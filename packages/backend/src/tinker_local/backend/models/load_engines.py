@@ -656,7 +656,7 @@ def check_model(path: str, options: BackendOptions) -> "tuple[Any, Family]":
     family = supported_family(config, path)
     check_packable(config, family, options)
     check_weights(path, config, family)
-    if family.vision is not None and family.vision.found:
+    if family.vision is not None and family.vision.by_processor:
         family.vision.processor(path, config)
     if importlib.util.find_spec("vllm"):  # `check` may run before it is installed
         from tinker_local.backend.vllm_engine.refusals import check_runs
@@ -689,6 +689,12 @@ def check_packable(config: Any, family: "Family", options: BackendOptions) -> No
                 f"{where}: rows of its embedding and LM head have {config.get_text_config().hidden_size} numbers, "
                 f"which cannot be divided into groups of {GROUPS[-1]}; serve it without the option"
             )
+    packs = options.base_precision is not None or published_of(config.name_or_path) is not None
+    if packs and family.joins_otherwise:
+        raise UnsupportedError(
+            f"{config.name_or_path}: vLLM joins other matrices of {config.model_type} models than the trainer, and "
+            "packed ones are in one copy: they are served with dense weights alone"
+        )
     if options.base_precision is None:
         if family.lora.experts is not None and published_of(config.name_or_path) is not None:
             raise UnsupportedError(

@@ -197,4 +197,6 @@ def planned_model(
 
 
 def _kv_heads(config: Any) -> int:
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    """The fewest of any layer."""
+    layers = [*config.per_layer_config] if getattr(config, "per_layer_attributes", None) else [config]
+    return min(int(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads) for layer in layers)

@@ -157,9 +157,9 @@ class RenderedInput:
 
     @property
     def ends_with_image(self) -> bool:
-        """Whether the last position is one of an image."""
+        """Whether the last position holds a feature of an image."""
         last = self.images[-1:]
-        return any(placed.offset + placed.image.num_tokens == self.length for placed in last)
+        return any(placed.offset + int(placed.image.feature_places[-1]) + 1 == self.length for placed in last)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

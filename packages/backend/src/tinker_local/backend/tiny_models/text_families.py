@@ -17,6 +17,7 @@ TextFamilyName = Literal[
     "mistral",
     "gemma2",
     "gemma3_text",
+    "gemma4_text",
     "gpt_oss",
     "mixtral",
     "olmoe",
@@ -170,6 +171,26 @@ def gemma3_settings(shape: TextShape) -> dict[str, Any]:
     }
 
 
+def _gemma4_text(shape: TextShape) -> dict[str, Any]:
+    """As the large ones: heads are larger in layers without a window, and values are keys there."""
+    rope = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    }
+    return {
+        "head_dim": shape.head_dim,
+        "global_head_dim": 2 * shape.head_dim,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "rope_parameters": rope,
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": _layer_types(shape)[::-1] if shape.num_layers % 2 else _layer_types(shape),  # ends without one
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": GEMMA.vocab_size,
+        "final_logit_softcapping": 4.0,
+    }
+
+
 def _gpt_oss(shape: TextShape) -> dict[str, Any]:
     """Each expert is narrower than an MLP; frequencies are stretched 32 times beyond 256 positions."""
     rope = {
@@ -279,6 +300,7 @@ TEXT_FAMILIES: dict[TextFamilyName, TextFamily] = {
     "mistral": TextFamily("MistralForCausalLM", MISTRAL, _mistral, tied=False),
     "gemma2": TextFamily("Gemma2ForCausalLM", GEMMA, _gemma2),
     "gemma3_text": TextFamily("Gemma3ForCausalLM", GEMMA, gemma3_settings),
+    "gemma4_text": TextFamily("Gemma4ForCausalLM", GEMMA, _gemma4_text),
     "gpt_oss": TextFamily("GptOssForCausalLM", GPT_OSS, _gpt_oss, tied=False),
     "mixtral": TextFamily("MixtralForCausalLM", MISTRAL, _mixtral, tied=False),
     "olmoe": TextFamily("OlmoeForCausalLM", QWEN, _olmoe, tied=False),

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -167,6 +168,8 @@ def _first_difference(
 
 # transformers' layers -------------------------------------------------------------------------------------------------
 
+SHARED_KEYS = "shared_kv_states"
+"""An argument of transformers' layers: keys and values that several of them read, by the kind of layer."""
 RECORDING = "tinker_local_rotations"
 """A name in transformers' registry of attention functions."""
 
@@ -180,8 +183,9 @@ class ReachedAttention(Exception):
 
 
 def record(module: Any, query: "torch.Tensor", key: "torch.Tensor", *_: Any, **__: Any) -> Any:
-    """An attention function of transformers that ends the forward."""
-    raise ReachedAttention(query, key)
+    """An attention function of transformers that ends the forward. A layer that reads the keys of another one has its
+    query in their place."""
+    raise ReachedAttention(query, query if getattr(module, "is_kv_shared_layer", False) else key)
 
 
 def layer_rotations(
@@ -212,6 +216,8 @@ def layer_rotations(
                 layer = modules.layers[index]
                 stand_in = functools.partial(_swapped, linear, _head_size(layer, config))
                 layer = without_weights(layer, stand_in)
+                if SHARED_KEYS in kwargs:
+                    kwargs = {**kwargs, SHARED_KEYS: defaultdict(lambda: (torch.zeros(1), torch.zeros(1)))}
                 try:
                     layer.forward(*args, **kwargs)
                 except ReachedAttention as reached:
@@ -277,6 +283,7 @@ def _layer_calls(
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """The arguments with which transformers' decoder `modules` calls each of its layers at `position_ids`."""
     import torch
+    from tinker_local.backend.training.model.per_layer import per_layer_arguments
 
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
@@ -302,7 +309,12 @@ def _layer_calls(
     tokens = position_ids.shape[-1]
     embeds = torch.ones(1, 1, modules.config.hidden_size, dtype=dtype, device=position_ids.device)
     with contextlib.suppress(Last):
-        decoder.forward(inputs_embeds=embeds.expand(1, tokens, -1), position_ids=position_ids, use_cache=False)
+        decoder.forward(
+            inputs_embeds=embeds.expand(1, tokens, -1),
+            position_ids=position_ids,
+            use_cache=False,
+            **per_layer_arguments(modules, tokens),
+        )
     return calls
 
 

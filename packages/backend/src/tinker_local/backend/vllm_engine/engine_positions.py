@@ -144,7 +144,7 @@ def _rotated(module: Any, positions: Any, dtype: Any, device: Any) -> npt.NDArra
 
     class Reached(torch.nn.Module):
         def forward(self, query: Any, key: Any, *_: Any, **__: Any) -> Any:
-            raise ReachedAttention(query, key)
+            raise ReachedAttention(query, query if key is None else key)  # None: it reads those of another layer
 
     def replaced(child: Any) -> Any:
         return Reached() if isinstance(child, attention) else stand_in(child)

@@ -341,7 +341,7 @@ def _report_images(engine: Any, events: EngineEvents) -> None:
     if vision is None:
         raise RuntimeError(f"vLLM takes images for {config.model}, but its family names no vision tower")
 
-    if vision.found:
+    if vision.by_processor:
         _report_embeddings(runner.get_model(), events)
         return
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tinker_local.backend.families import family_of
 from tinker_local.backend.training.kernels.kernels import TorchKernels
-from tinker_local.backend.training.model.experts import SILU, ClampedGating
+from tinker_local.backend.training.model.experts import GELU, SILU, ClampedGating
 from tinker_local.backend.vllm_engine.compat_vllm import class_of_model, version
 from tinker_local.backend.vllm_engine.lora_operators import Factors
 
@@ -122,7 +122,11 @@ def experts_in_torch() -> Any:
     from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 
     # Its limit and slope are those of gpt-oss, as in vLLM's own kernels, whatever a config says.
-    gatings: Any = {MoEActivation.SILU: SILU, MoEActivation.SWIGLUOAI: ClampedGating(1.702, 7.0)}
+    gatings: Any = {
+        MoEActivation.SILU: SILU,
+        MoEActivation.SWIGLUOAI: ClampedGating(1.702, 7.0),
+        MoEActivation.GELU_TANH: GELU,
+    }
 
     class ExpertsInTorch(LoRAExpertsMixin, CPUUnquantizedExperts):
         """Expert by expert, with the adapters of the rows of each."""

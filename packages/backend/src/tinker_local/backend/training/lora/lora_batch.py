@@ -124,14 +124,20 @@ Parts = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 def project(
-    x: torch.Tensor, matrix: FrozenMatrix, bias: torch.Tensor | None, low_rank: LowRank | None, parts: Parts
+    x: torch.Tensor,
+    matrix: FrozenMatrix,
+    bias: torch.Tensor | None,
+    low_rank: LowRank | None,
+    parts: Parts,
+    *,
+    partly: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """h [T, p, R] and x W^T + bias + low rank. The low rank is computed first: the large matmul accumulates onto
-    it, which saves a pass over the output."""
+    it, which saves a pass over the output. `partly`: whether `parts` leaves out some of the output."""
     if low_rank is None:
         return None, matrix.times(x) if bias is None else matrix.times_plus(x, bias)
     h = low_rank.down(x)
-    output = x.new_empty(len(x), matrix.outputs)
+    output = (x.new_zeros if partly else x.new_empty)(len(x), matrix.outputs)
     low_rank.up(h, parts(output))
     matrix.add_times(output, x)
     return h, output if bias is None else output.add_(bias)

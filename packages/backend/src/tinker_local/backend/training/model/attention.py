@@ -26,13 +26,14 @@ def attend(
     `logsumexp` is that of this rank's heads."""
     if query.is_meta:  # it has no values; kernels give the output this layout
         return query.new_empty(query.shape), None
+    segments = _segments_of(rule, segments)
     if (shared := segments.shared) is not None:
         query, key, value = shared.to_heads(query, key, value)
         output, logsumexp = attend(query, key, value, segments.gathered, rule.of_heads(shared))
         return shared.to_rows(output)[0], logsumexp
     if not segments.images and (found := attend_fused(query, key, value, segments, rule)) is not None:
         return found  # no fused kernel lets images see all of themselves
-    if _is_plain(rule, segments):
+    if _is_plain(query, rule, segments):
         outputs = [_run_attention(query, key, value, run, rule.scaling) for run in segments.runs]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)), None
     output = torch.empty_like(query)
@@ -54,6 +55,7 @@ def attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value from that of the output, [T, N, D]. The other arguments are the inputs and
     outputs of `attend`."""
+    segments = _segments_of(rule, segments)
     if (shared := segments.shared) is not None:
         grad, query, key, value, output = shared.to_heads(grad, query, key, value, output)
         of_heads = rule.of_heads(shared)
@@ -63,7 +65,7 @@ def attend_backward(
         return grad_query, grad_key, grad_value
     if logsumexp is not None:
         return attend_fused_backward(grad, query, key, value, output, logsumexp, segments, rule)
-    if _is_plain(rule, segments):
+    if _is_plain(query, rule, segments):
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
             again, _ = attend(leaves[0], leaves[1], leaves[2], segments, rule)
@@ -81,8 +83,19 @@ def attend_backward(
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-def _is_plain(rule: AttentionRule, segments: Segments) -> bool:
-    """Whether `rule` reduces to causal softmax attention for these segments."""
+def _segments_of(rule: AttentionRule, segments: Segments) -> Segments:
+    return segments if rule.whole_images or not segments.images else segments.without_images
+
+
+WIDEST = 256
+"""The widest heads for which torch has kernels of attention on CUDA. Of wider ones, as Gemma 4 has where there is no
+window, it makes all scores at once."""
+
+
+def _is_plain(query: torch.Tensor, rule: AttentionRule, segments: Segments) -> bool:
+    """Whether `rule` reduces to causal softmax attention for these segments, for which torch has a kernel."""
+    if query.is_cuda and query.shape[-1] > WIDEST:
+        return False
     within = rule.window is None or rule.window >= segments.longest
     return within and rule.softcap is None and rule.sinks is None and not segments.images
 

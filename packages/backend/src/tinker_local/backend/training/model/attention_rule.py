@@ -12,13 +12,15 @@ class AttentionRule:
 
     `window`: a position attends to itself and the `window` - 1 positions before it (None: all before it). `softcap` c:
     scores become c tanh(score / c) (arXiv 2408.00118). `sinks` [N]: one frozen logit per head that takes a share of the
-    softmax but has no value (arXiv 2309.17453).
+    softmax but has no value (arXiv 2309.17453). `whole_images`: whether positions of `Segments.images` see all of it;
+    layers of Gemma 4 without a window read them as text.
     """
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    whole_images: bool = True
 
     def of_heads(self, shared: SharedRow) -> "AttentionRule":
         """The rule for this rank's heads."""

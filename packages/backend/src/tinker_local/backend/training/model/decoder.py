@@ -26,6 +26,8 @@ class PackedRow:
     module takes them. `segments`: the lengths of the sequences; if several ranks share the row, those of all of it, and
     all else is of the T positions of this rank. `deepstack`: [V, H] for each of the first layers, added to its output
     at `image_rows` [V]. `grad_deepstack`: receives their gradients in a backward; empty if none needs them.
+    `per_layer` [T, layers, P]: embeddings of the tokens that layers read beside hidden states (`per_layer.py`), if they
+    do.
     """
 
     embeds: torch.Tensor
@@ -34,6 +36,7 @@ class PackedRow:
     image_rows: torch.Tensor | None = None
     deepstack: Sequence[torch.Tensor] = ()
     grad_deepstack: Sequence[torch.Tensor] = ()
+    per_layer: torch.Tensor | None = None
 
     def add_deepstack(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Add the image features of layer `layer` to its output `hidden` [T, H], in place."""

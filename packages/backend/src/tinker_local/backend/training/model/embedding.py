@@ -5,6 +5,7 @@ import torch
 from tinker_local.backend.families.family import ImageFeatures
 from tinker_local.backend.training.model.decoder import PackedRow
 from tinker_local.backend.training.model.load_model import LoadedModel
+from tinker_local.backend.training.model.per_layer import per_layer_embeddings, reads_per_layer
 from tinker_local.backend.training.model.segments import NO_PARENT, Segments
 from tinker_local.backend.training.run.image_features import ImageFeatureCache
 from tinker_local.backend.training.run.packing import Part
@@ -39,18 +40,24 @@ def packed_row(
         parents = (*parents, NO_PARENT) if parents else ()
     position_ids = to_device(positions if len(positions) == 1 else positions[:, None], device)
     embeds = loaded.model.get_input_embeddings()(to_device(token_ids, device))
-    whole = family.vision is not None and family.vision.whole_images
+    vision = family.vision
+    whole = vision is not None and vision.whole_images and vision.whole_in(loaded.model.config)
     images_seen = tuple(packed.image_bounds) if whole else ()
     segments = Segments(lengths, device, images_seen, part.shared.or_none, parents)
+    per_layer = None
+    if reads_per_layer(modules := loaded.model.get_submodule(family.decoder_path)):
+        named = token_ids.copy()
+        named[part.image_rows] = loaded.model.config.get_text_config().pad_token_id  # as transformers does
+        per_layer = per_layer_embeddings(modules, to_device(named, device))
     if not part.images and own is None:
-        return PackedRow(embeds, position_ids, segments)
+        return PackedRow(embeds, position_ids, segments, per_layer=per_layer)
     features = joined([*([images.features(part.images)] if part.images else []), *([own] if own else [])])
     image_rows = to_device(part.image_rows, device)
     feature_rows = to_device(part.feature_rows, device)
     embeds.index_copy_(0, image_rows, features.embeds[feature_rows].to(embeds.dtype))
     deepstack = tuple(level[feature_rows] for level in features.deepstack)
     grad_deepstack = tuple(torch.zeros_like(level, dtype=embeds.dtype) for level in deepstack) if gradient else ()
-    return PackedRow(embeds, position_ids, segments, image_rows, deepstack, grad_deepstack)
+    return PackedRow(embeds, position_ids, segments, image_rows, deepstack, grad_deepstack, per_layer)
 
 
 def own_gradients(part: Part, row: PackedRow, grad_embeds: torch.Tensor) -> ImageFeatures:

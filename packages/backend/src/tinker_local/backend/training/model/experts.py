@@ -68,6 +68,29 @@ class SiluGating:
 SILU = SiluGating()
 
 
+class GeluGating:
+    """gelu(g) * u, by tanh; gate comes first."""
+
+    widths: ClassVar[int] = 4
+
+    def halves(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return gate, up
+
+    def forward(self, gate_up: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        return kernels.glu(gate_up, "gelu_tanh")
+
+    def backward(
+        self, grad: torch.Tensor, gate_up: torch.Tensor, shares: torch.Tensor, kernels: Kernels
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        output = self.forward(gate_up, kernels)
+        grad_shares = (grad * output).sum(-1, dtype=_wide(grad))
+        return kernels.glu_backward(grad.mul_(shares[:, None]), gate_up, "gelu_tanh")[0], output, grad_shares
+
+
+GELU = GeluGating()
+
+
 @dataclass(frozen=True, slots=True)
 class ClampedGating:
     """(u + 1) * g sigmoid(alpha g), with g at most `limit` and u between -`limit` and `limit`, as gpt-oss has it; gate

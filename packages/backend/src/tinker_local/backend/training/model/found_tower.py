@@ -1,8 +1,8 @@
-"""What transformers' class of a model without a family computes of images, with adapters on the projections of its
-tower and of what is between that and the language model: features, and gradients back to the adapters.
+"""What transformers' class computes of images, where a model's own processor reads them: features, with adapters on the
+projections of its tower and of what is between that and the language model, and gradients back to the adapters.
 
-The class's own forward runs up to the language model (`families/seeing.py`), for pictures that are alike at once if the
-class computes them so (`together`). Layers keep only their input, and are computed again in the backward.
+The class's own code runs up to the language model (`families/seeing.py`), for pictures that are alike at once if it
+computes them so (`together`). Layers keep only their input, and are computed again in the backward.
 """
 
 import functools
@@ -97,7 +97,7 @@ class FoundTower:
 
         config = self._model.config
         reader = self._vision.processor(config.name_or_path, config)
-        assert isinstance(reader, HFProcessorImages), "of a model without a family"
+        assert isinstance(reader, HFProcessorImages), "of a model that its processor reads"
         read = reader.process(Image.new("RGB", (_SIDE, _SIDE)))
         assert read.positions is not None, "of a processor that makes its positions"
         given = config.vision_config.patch_size

@@ -238,7 +238,7 @@ def tower_of_sizes(config: Any, dtype: str) -> VisionTower | FoundTower | None:
 
 
 def _tower(model: Any, vision: Vision) -> VisionTower | FoundTower:
-    return FoundTower(model, vision) if vision.found else VisionTower(model, vision)
+    return FoundTower(model, vision) if vision.by_processor else VisionTower(model, vision)
 
 
 def without_values(config: Any, family: Family, dtype: str = "float32") -> Any:
@@ -270,6 +270,8 @@ def load_model(settings: TrainerConfig, row_ranks: RowRanks = ONE_HAS_ALL) -> Lo
             f"{path}: a model that reads images and has no family here is compared with transformers' whole forward, "
             f"and cannot be divided over {settings.shards} ranks"
         )
+    if settings.shards > 1 and family.undivided:
+        raise UnsupportedError(f"{path}: {family.undivided}, and cannot be divided over {settings.shards} ranks")
     make = maker_of(settings.weights, shards=settings.shards, experts=family.lora.experts is not None)
     if settings.head_weights != DENSE and settings.shards > 1:
         raise UnsupportedError(

@@ -126,6 +126,11 @@ class Segments:
         """The same row where all of its positions are on this rank, with some heads of each."""
         return replace(self, shared=None)
 
+    @cached_property
+    def without_images(self) -> "Segments":
+        """The same row where images are read as text."""
+        return replace(self, images=())
+
     @property
     def forks(self) -> bool:
         """Whether any segment has a parent."""

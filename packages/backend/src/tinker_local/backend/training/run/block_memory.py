@@ -69,7 +69,14 @@ def worth_keeping(keys: float, window: int | None, hidden: int) -> bool:
 
 
 def attention_widths(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Query heads and KV heads, times the head size, from the fields of a text config of transformers."""
+    """Query heads and KV heads, times the head size, from the fields of a text config of transformers. The most of
+    any layer, where fields differ between layers."""
+    layers = [config, *({**config, **own} for own in (config.get("per_layer_config") or {}).values())]
+    found = [_widths(layer) for layer in layers]
+    return max(queries for queries, _ in found), max(keys for _, keys in found)
+
+
+def _widths(config: Mapping[str, Any]) -> tuple[int, int]:
     heads = config["num_attention_heads"]
     head_size = config.get("head_dim") or config["hidden_size"] // heads
     return heads * head_size, (config.get("num_key_value_heads") or heads) * head_size

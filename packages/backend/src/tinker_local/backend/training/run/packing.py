@@ -187,7 +187,7 @@ class Packed:
     each image once, but for adapters that train the vision tower, which have `own_images`: each image once for each
     such adapter, those of an adapter adjacent. `image_rows` [V] (ascending): positions that hold image features;
     `feature_rows` [V]: which row of all images' features each of them gets, in the order `images`, `own_images`.
-    `image_bounds`: start and stop in the row of each image.
+    `image_bounds`: start and stop in the row of each image's features.
     """
 
     items: Sequence[Item]
@@ -218,7 +218,8 @@ def pack(items: Sequence[Item], vocab_size: int, towers: Collection[str | None] 
     outside = (target_ids < 0) | (target_ids >= vocab_size)
     placements = _placements(items, places, added, towers)
     images, own_images, feature_rows = _features(placements)
-    bounds = [(start, start + image.num_tokens) for _, start, image in placements]
+    held = [(start, image.feature_places) for _, start, image in placements]
+    bounds = [(start + int(own[0]), start + int(own[-1]) + 1) for start, own in held]
     new = [item.datum.input.token_ids[item.length - count :] for item, count in zip(items, added, strict=True)]
     return Packed(
         items=items,

@@ -1,5 +1,5 @@
-"""Compares a trainer with transformers' own whole forward on prompts with pictures, before a model without a family is
-served: what was found of its class (`families/seeing.py`) can be wrong.
+"""Compares a trainer with transformers' own whole forward on prompts with pictures, before a model that its own
+processor reads is served: what was found of its class (`families/seeing.py`) can be wrong.
 
 The reference gets what the model's processor makes of texts and pictures, and makes masks and positions itself. The
 trainer gets the same ids, the pictures one by one, and all prompts in one row.
@@ -89,7 +89,7 @@ def check_pictures(loaded: "LoadedModel", logprobs: TrainerLogprobs, path: str) 
     """UnsupportedError, with the position and the numbers, unless the trainer computes prompts with pictures as
     transformers' whole forward does. `path`: the model's folder or hub name."""
     prompts, pictures = _prompts(loaded, path)
-    assert isinstance(loaded.tower, FoundTower), "of a model without a family"
+    assert isinstance(loaded.tower, FoundTower), "of a model that its processor reads"
     loaded.tower.together = pictures.together
     theirs = [_whole_forward(loaded, each, path) for each in prompts]
     rendered = [each.rendered for each in prompts]

@@ -31,6 +31,7 @@ from tinker_local.backend.training.lora.lora import Adapter, TensorSpec
 from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss import check_train_datum
 from tinker_local.backend.training.model.decoders import run_text
+from tinker_local.backend.training.model.decoders.autograd import left_out
 from tinker_local.backend.training.model.decoders.transformers_positions import rotate_on
 from tinker_local.backend.training.model.load_model import load_model
 from tinker_local.backend.training.module_outputs import ModuleOutputs, watching
@@ -80,6 +81,8 @@ class HFTrainer:
         self.max_context_length = loaded.max_positions
         reached = dict.fromkeys(target.projection for target in (*loaded.decoder.targets, loaded.head_target))
         self.trains = f"trained by the {loaded.decoder.name} decoder; adapters reach {', '.join(reached)}"
+        if left := left_out(loaded.model.get_submodule(loaded.family.decoder_path), loaded.family.lora):
+            self.trains += f"; {left}"
         if "linear_attention" in (getattr(loaded.model.config.get_text_config(), "layer_types", None) or ()):
             self.trains += f"; linear attention is computed by {delta_rule.kernels_for(loaded.device, loaded.dtype)[1]}"
         if attention := flash_attention.in_words(loaded.device, loaded.dtype):
@@ -104,7 +107,8 @@ class HFTrainer:
             share=config.share_prefixes,
         )
         self._too_small = 0
-        if loaded.family.vision is not None and loaded.family.vision.found:
+        vision = loaded.family.vision
+        if vision is not None and vision.by_processor and config.shards == 1:
             with stage("pictures compared"):
                 compared = check_pictures(loaded, self.logprobs, config.model)
             self._too_small = compared.too_small
@@ -114,7 +118,8 @@ class HFTrainer:
                     f"; logits with {loaded.family.left_out}, which transformers' {kind} leaves out, and the class of "
                     "its language model and vLLM do not"
                 )
-            self.trains += f"; images by transformers' {kind}, {loaded.family.vision.found}, {compared}"
+            found = f", {vision.found}" if vision.found else ""
+            self.trains += f"; images by transformers' {kind}{found}, {compared}"
 
     @property
     def images_encoded(self) -> int:
@@ -395,9 +400,9 @@ class HFTrainer:
         self._check_images(input, where)
 
     def _check_images(self, input: RenderedInput, where: str) -> None:
-        """InvalidRequestError for images that transformers' class of a model without a family does not compute."""
+        """InvalidRequestError for images that transformers' class does not compute, which the start has found out."""
         vision = self._loaded.family.vision
-        if vision is None or not vision.found:
+        if vision is None or not vision.by_processor:
             return
         holds = input.holds_features
         for placed in input.images:

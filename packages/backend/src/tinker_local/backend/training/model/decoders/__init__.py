@@ -1,8 +1,10 @@
 """Choose the decoder of a base model: the written-out one if it supports the layers, else autograd."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tinker_local.backend.families.family import Family
 from tinker_local.backend.options import DecoderChoice
@@ -15,6 +17,7 @@ from tinker_local.backend.training.model.decoders.packed_attention import attend
 from tinker_local.backend.training.model.decoders.transformers_delta_net import use_kernels_on_gpus_alone
 from tinker_local.backend.training.model.decoders.transformers_positions import check_positions
 from tinker_local.backend.training.model.decoders.written_out.take_layers import take_layers
+from tinker_local.backend.training.model.per_layer import per_layer_arguments, per_layer_embeddings
 from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.parallel.shared_rows import ONE_HAS_ALL, RowRanks, share
 from tinker_local.backend.weights.dense import dense
@@ -112,11 +115,13 @@ def _compare(decoder: Decoder, model: Any, family: Family, weights: LargeWeights
         torch.cat(embeds)[shared.own],
         _batched(torch.cat(positions, dim=1)[:, shared.own]),
         Segments(lengths, device, shared=shared.or_none),
+        per_layer=per_layer_embeddings(modules, _ids(tokens, device)[shared.own]),
     )
     batch = LoraBatch({}, [], embeds[0].dtype, torch.float32, gradient=False)
     with weights.walk(backward=False) as walk, row_ranks.sharing():
         packed = decoder.forward(row, batch, None, walk).hidden.double()
-    alone = [_alone(modules, weights, x, p).double() for x, p in zip(embeds, positions, strict=True)]
+    given = [per_layer_embeddings(modules, _ids([ids], device)) for ids in tokens]
+    alone = [_alone(modules, weights, *each).double() for each in zip(embeds, positions, given, strict=True)]
     wanted = torch.cat(alone)[shared.own]
     squares = torch.stack([(packed - wanted).square().sum(), wanted.square().sum()])
     row_ranks.add_up(squares)  # so that all ranks come to the same conclusion
@@ -128,10 +133,22 @@ def _compare(decoder: Decoder, model: Any, family: Family, weights: LargeWeights
         )
 
 
-def _alone(modules: Any, weights: LargeWeights, embeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _ids(tokens: Sequence[npt.NDArray[Any]], device: torch.device) -> torch.Tensor:
+    """Of several texts in a row, [T]."""
+    return torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(device)
+
+
+def _alone(
+    modules: Any,
+    weights: LargeWeights,
+    embeds: torch.Tensor,
+    positions: torch.Tensor,
+    per_layer: torch.Tensor | None,
+) -> torch.Tensor:
     """The hidden states that transformers' decoder `modules`, with eager attention, give one sequence."""
     with attending(modules, "eager"), entering(modules.layers, weights):
-        output = modules(inputs_embeds=embeds[None], position_ids=_batched(positions), use_cache=False)
+        further = per_layer_arguments(modules, len(embeds), per_layer)
+        output = modules(inputs_embeds=embeds[None], position_ids=_batched(positions), use_cache=False, **further)
     hidden: torch.Tensor = output.last_hidden_state[0]
     return hidden
 
@@ -141,9 +158,9 @@ def run_text(model: Any, family: Family, weights: LargeWeights, text: RenderedIn
     """Run the modules of transformers' `model` on a text, from the embedding on, for those who watch them."""
     embedding = model.get_input_embeddings()
     place = embedding.weight.device
-    ids = torch.from_numpy(text.token_ids.astype(np.int64)).to(place)
+    ids, modules = _ids([text.token_ids], place), model.get_submodule(family.decoder_path)
     positions = torch.from_numpy(family.position_ids(model.config, text)).to(place)
-    _alone(model.get_submodule(family.decoder_path), weights, embedding(ids), positions)
+    _alone(modules, weights, embedding(ids), positions, per_layer_embeddings(modules, ids))
 
 
 def tolerance_of(dtype: torch.dtype) -> float:

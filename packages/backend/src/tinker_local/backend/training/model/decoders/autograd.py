@@ -39,6 +39,7 @@ from tinker_local.backend.training.model.decoders.packed_short_conv import is_sh
 from tinker_local.backend.training.model.decoders.recomputed_norm import RecomputedNorm, is_norm
 from tinker_local.backend.training.model.decoders.transformers_positions import decoder_rotations
 from tinker_local.backend.training.model.experts import ExpertWeights
+from tinker_local.backend.training.model.per_layer import per_layer_arguments
 from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory, Keep, LayerMemory, RecomputePolicy
@@ -88,6 +89,8 @@ class AutogradDecoder:
                 gated += [one for one in layer.modules() if is_gated(one) and one.down_proj in self._by_module]
                 deltas += [module for module in layer.modules() if is_delta_net(module)]
                 convolutions += [module for module in layer.modules() if is_short_conv(module)]
+                if lora.experts is None and any(weights_of(one) is not None for one in layer.modules()):
+                    raise UnsupportedError(f"layer {index} has routed experts, of which its family knows nothing")
                 if lora.experts is not None:
                     named = layer.named_modules(prefix=f"{path}.layers.{index}")
                     experts += [(name, module) for name, module in named if is_experts(module)]
@@ -129,8 +132,9 @@ class AutogradDecoder:
         with self._running(run), torch.set_grad_enabled(policy is not None):
             embeds.requires_grad_(policy is not None)
             packed = PackedCall(row.segments)
+            further = per_layer_arguments(self._modules, len(embeds), row.per_layer)
             output = self._modules(
-                inputs_embeds=embeds[None], position_ids=row.position_ids, use_cache=False, packed=packed
+                inputs_embeds=embeds[None], position_ids=row.position_ids, use_cache=False, packed=packed, **further
             )
             hidden, grad_hidden = output.last_hidden_state[0], list[torch.Tensor]()
             root = _Gradient.apply(hidden, grad_hidden)
@@ -327,6 +331,8 @@ def find_targets(modules: Any, path: str, lora: LoraNames) -> dict[Any, list[Tar
         split = lora.split.get(last)
         if not isinstance(module, torch.nn.Linear) or (split is None and lora.flag(name) is None):
             continue
+        if lora.left_out(modules.get_submodule(parent), last):
+            continue
         suffix = name.split(".", 2)[-1] if name.startswith("layers.") else name
         group = f"{suffix} {module.out_features}x{module.in_features}"
         index = counts[group] = counts.get(group, -1) + 1
@@ -341,6 +347,12 @@ def find_targets(modules: Any, path: str, lora: LoraNames) -> dict[Any, list[Tar
         named = "in its layers" if lora.every_linear else f"named {', '.join((*lora.attn, *lora.mlp))}"
         raise UnsupportedError(f"it has no Linear modules {named}")
     return found
+
+
+def left_out(modules: Any, lora: LoraNames) -> str:
+    """What adapters leave out of layers of the decoder `modules`, in words; empty if that is nothing."""
+    count = sum(lora.left_out(parent, name) for parent in modules.modules() for name, _ in parent.named_children())
+    return f"{count} k_proj are left out, whose keys are values, too: vLLM would add to keys alone" if count else ""
 
 
 def _rows(heights: list[int], output: torch.Tensor) -> tuple[torch.Tensor, ...]:

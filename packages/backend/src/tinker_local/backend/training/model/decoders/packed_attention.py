@@ -15,6 +15,7 @@ from tinker_local.backend.training.model.attention import attend, attend_backwar
 from tinker_local.backend.training.model.attention_rule import AttentionRule
 from tinker_local.backend.training.model.decoders.packed_delta_net import is_delta_net
 from tinker_local.backend.training.model.decoders.packed_short_conv import is_short_conv
+from tinker_local.backend.training.model.per_layer import per_layer_arguments
 from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.weights.large_weights import LargeWeights, entering
 from tinker_local.types import UnsupportedError
@@ -58,7 +59,7 @@ def attention_rules(modules: Any, weights: LargeWeights) -> Mapping[int, Attenti
     embeds = torch.zeros(1, 1, modules.config.hidden_size, dtype=parameter.dtype, device=parameter.device)
     packed = PackedCall(Segments((1,), parameter.device))
     with attending(modules, ATTENTION), entering(modules.layers, weights):
-        modules(inputs_embeds=embeds, use_cache=False, packed=packed)
+        modules(inputs_embeds=embeds, use_cache=False, packed=packed, **per_layer_arguments(modules, 1))
     attending_layers = sum(attends(layer) for layer in modules.layers)
     if len(packed.rules) != attending_layers:
         raise UnsupportedError(
@@ -98,10 +99,17 @@ def packed_attention(
         sliding_window,
         softcap,
         None if s_aux is None else s_aux.detach(),
+        _sees_whole_images(module, sliding_window),
     )
     packed.rules[id(module)] = rule
     rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
     return _Attention.apply(*rows, packed.segments, rule)[None], None
+
+
+def _sees_whole_images(module: torch.nn.Module, window: int | None) -> bool:
+    """See `AttentionRule`. transformers' class says so by the masks that it makes, where images are given to it."""
+    in_windows_alone = getattr(getattr(module, "config", None), "use_bidirectional_attention", None) == "vision"
+    return window is not None or not in_windows_alone
 
 
 class _Attention(torch.autograd.Function):

@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 from tinker_local.backend.families.family import Experts
-from tinker_local.backend.training.kernels.kernels import TorchKernels
+from tinker_local.backend.training.kernels.kernels import TorchKernels, activated
 from tinker_local.backend.training.lora.lora import Target
 from tinker_local.backend.training.lora.lora_batch import LowRank
 from tinker_local.backend.training.model.experts import (
+    GELU,
     SILU,
     ClampedGating,
     ExpertsKept,
     ExpertWeights,
+    Gating,
     Routing,
     down,
     experts_backward,
@@ -39,8 +41,16 @@ def weights_of(module: Any) -> ExpertWeights | None:
         gate_up, down = DenseStack(stacks.gate_up), DenseStack(stacks.down)
     else:
         return None
-    gating = ClampedGating(module.alpha, module.limit) if hasattr(module, "limit") else SILU
-    return ExpertWeights(gate_up, down, _bias(module, EXPERTS_GATE_UP), _bias(module, EXPERTS_DOWN), gating)
+    return ExpertWeights(gate_up, down, _bias(module, EXPERTS_GATE_UP), _bias(module, EXPERTS_DOWN), _gating_of(module))
+
+
+def _gating_of(module: Any) -> Gating:
+    """By what transformers' `module` computes; of one without an activation, SiLU."""
+    if hasattr(module, "limit"):
+        return ClampedGating(module.alpha, module.limit)
+    x = torch.linspace(-4, 4, 65, device="cpu")
+    gelu = hasattr(module, "act_fn") and torch.allclose(module.act_fn(x), activated(x, "gelu_tanh"), rtol=0, atol=1e-6)
+    return GELU if gelu else SILU
 
 
 def _bias(module: Any, name: str) -> torch.Tensor | None:

@@ -39,7 +39,8 @@ class AttentionBlock:
     """The weights of attention block `index`. Projections that read the same input are joined: `qkv`
     [(g N + 2 M) D, H]. `output` [H, N D]; `norm` [H]; `q_norm`, `k_norm` [D], or [N D] and [M D] if `norms_all`, biases
     and the norm `after` if the family has them. `pairs`: whether positions turn numbers that lie side by side, and not
-    those of one half with those of the other. `rotary`: the kind of layer, if its positions have their own angles."""
+    those of one half with those of the other. `rotary`: the kind of layer, if its positions have their own angles.
+    `kind`: what the names of its groups begin with. `partly`: whether adapters leave out some rows of `qkv`."""
 
     index: int
     norm: torch.Tensor
@@ -60,6 +61,8 @@ class AttentionBlock:
     targets: tuple[Target, ...]
     after: NormAfter | None = None
     rotary: str | None = None
+    kind: str = "attention"
+    partly: bool = False
 
     module: ClassVar[str] = "self_attn"
     parameters: ClassVar[Set[str]] = frozenset(
@@ -100,12 +103,19 @@ class AttentionBlock:
             pairs=_turns_pairs(attention),
             rule=part.rule,
             targets=tuple(
-                Target.of(f"{part.path}.{name}", f"attention.{group}", part.index, getattr(attention, name), "attn")
+                Target.of(
+                    f"{part.path}.{name}",
+                    f"attention{part.variant}.{group}",
+                    part.index,
+                    getattr(attention, name),
+                    "attn",
+                )
                 for group, names in groups.items()
                 for name in names
             ),
             after=NormAfter.take(part),
             rotary=part.rotary,
+            kind=f"attention{part.variant}",
         )
 
     def start(self, x: torch.Tensor, context: RowContext) -> "AttentionPass":
@@ -169,7 +179,7 @@ class AttentionPass:
         self._attend()
         if block.after is not None:
             return block.after.add(self.context.kernels, self.x, self._update())
-        low_rank = lora.group("attention.output", block.index)
+        low_rank = lora.group(f"{block.kind}.output", block.index)
         self.h_output, y = project_onto(self.x, self._gated(), block.output, low_rank, block.output_bias)
         return y
 
@@ -180,14 +190,14 @@ class AttentionPass:
         self._attend()
         if self.block.after is not None and self.update is None:
             self._update()
-        low_rank = self.context.lora.group("attention.output", self.block.index)
+        low_rank = self.context.lora.group(f"{self.block.kind}.output", self.block.index)
         if self.h_output is None and low_rank is not None:
             self.h_output = low_rank.down(self._gated())
 
     def backward(self, grad: torch.Tensor) -> torch.Tensor:
         block, c = self.block, self.context
         qkv, attended = present(self.qkv), present(self.attended)
-        low_rank = c.lora.group("attention.output", block.index)
+        low_rank = c.lora.group(f"{block.kind}.output", block.index)
         grad_output = grad
         if block.after is not None:
             grad_output, self.update = block.after.backward(c.kernels, grad, present(self.update)), None
@@ -203,19 +213,16 @@ class AttentionPass:
         grad_query, grad_key, grad_value = attend_backward(
             grad_attended.view_as(attended), query, key, value, attended, self.logsumexp, c.segments, block.rule
         )
-        to_query, to_key, to_value = block.split_heads(grad_qkv)
-        raw_query, raw_key, _ = block.split_heads(qkv)
-        self._turn_back(grad_query, raw_query, block.q_norm, c.query_angles[block.rotary], to_query)
-        self._turn_back(grad_key, raw_key, block.k_norm, c.angles[block.rotary], to_key)
-        to_value.copy_(grad_value)
+        self.write_gradient(grad_qkv, qkv, grad_query, grad_key, grad_value)
         n = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
-        low_rank = c.lora.group("attention.qkv", block.index)
+        low_rank = c.lora.group(f"{block.kind}.qkv", block.index)
         grad_n = project_backward(grad_qkv, n, block.qkv, low_rank, self.h_qkv, block.parts)
         return c.kernels.rms_norm_backward(grad_n, self.x, block.norm, block.epsilon, grad)
 
     def _update(self) -> torch.Tensor:
         """What the norm after reads, [T, H]."""
-        block, low_rank = self.block, self.context.lora.group("attention.output", self.block.index)
+        block, lora = self.block, self.context.lora
+        low_rank = lora.group(f"{block.kind}.output", block.index)
         self.h_output, self.update = project(self._gated(), block.output, block.output_bias, low_rank, whole)
         return self.update
 
@@ -231,8 +238,8 @@ class AttentionPass:
         block, c = self.block, self.context
         if self.qkv is None:
             n = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
-            low_rank = c.lora.group("attention.qkv", block.index)
-            self.h_qkv, self.qkv = project(n, block.qkv, block.qkv_bias, low_rank, block.parts)
+            low_rank = c.lora.group(f"{block.kind}.qkv", block.index)
+            self.h_qkv, self.qkv = project(n, block.qkv, block.qkv_bias, low_rank, block.parts, partly=block.partly)
         if self.attended is None:
             self.attended, self.logsumexp = attend(*self.query_key_value(self.qkv), c.segments, block.rule)
 
@@ -242,9 +249,25 @@ class AttentionPass:
         block = self.block
         query, key, value = block.split_heads(qkv)
         angles, query_angles = self.context.angles[block.rotary], self.context.query_angles[block.rotary]
-        return self._turned(query, block.q_norm, query_angles), self._turned(key, block.k_norm, angles), value
+        return self.turned(query, block.q_norm, query_angles), self.turned(key, block.k_norm, angles), value
 
-    def _turned(self, heads: torch.Tensor, norm: torch.Tensor | None, angles: Angles) -> torch.Tensor:
+    def write_gradient(
+        self,
+        grad_qkv: torch.Tensor,
+        qkv: torch.Tensor,
+        grad_query: torch.Tensor,
+        grad_key: torch.Tensor,
+        grad_value: torch.Tensor,
+    ) -> None:
+        """Write to `grad_qkv` the gradient of `qkv` from those of what `query_key_value` makes of it."""
+        block, c = self.block, self.context
+        to_query, to_key, to_value = block.split_heads(grad_qkv)
+        raw_query, raw_key, _ = block.split_heads(qkv)
+        self.turn_back(grad_query, raw_query, block.q_norm, c.query_angles[block.rotary], to_query)
+        self.turn_back(grad_key, raw_key, block.k_norm, c.angles[block.rotary], to_key)
+        to_value.copy_(grad_value)
+
+    def turned(self, heads: torch.Tensor, norm: torch.Tensor | None, angles: Angles) -> torch.Tensor:
         """`heads` [T, N, D] with their norm and positions."""
         block, kernels = self.block, self.context.kernels
         if block.norms_all and norm is not None:
@@ -255,10 +278,10 @@ class AttentionPass:
             norm = None if norm is None else _in_halves(norm, cos.shape[-1])
         return kernels.norm_rope(heads, norm, block.epsilon, cos, sin)
 
-    def _turn_back(
+    def turn_back(
         self, grad: torch.Tensor, heads: torch.Tensor, norm: torch.Tensor | None, angles: Angles, result: torch.Tensor
     ) -> None:
-        """Write to `result` the gradient of `heads` [T, N, D] from that of what `_turned` makes of them."""
+        """Write to `result` the gradient of `heads` [T, N, D] from that of what `turned` makes of them."""
         block, kernels = self.block, self.context.kernels
         cos, sin = angles
         all_heads = block.norms_all and norm is not None

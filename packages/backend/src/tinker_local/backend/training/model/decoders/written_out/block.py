@@ -7,7 +7,7 @@ Legend: T tokens, H hidden size, D head size, R columns of adapters.
 """
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from tinker_local.backend.training.kernels.kernels import Kernels
 from tinker_local.backend.training.lora.lora import Target
 from tinker_local.backend.training.lora.lora_batch import LoraBatch
 from tinker_local.backend.training.model.attention_rule import AttentionRule
-from tinker_local.backend.training.model.segments import Segments
+from tinker_local.backend.training.model.segments import Segments, wide_dtype
 from tinker_local.backend.training.run.block_memory import BlockMemory
 from tinker_local.backend.weights.frozen_matrix import MakeMatrix
 
@@ -25,18 +25,50 @@ Kept = TypeVar("Kept")
 Angles = tuple[torch.Tensor, torch.Tensor]
 """cos and sin."""
 
+LAYER_END = "end"
+"""The name of the part of a layer that follows its MLP, whose module is the layer itself."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowContext:
     """Shared by all blocks of a micro-batch. `angles`: cos and sin [T, rotary] of the positions, for the first `rotary`
     of the D numbers of a head, by the kind of layer; under None if all layers have the same. `query_angles`: the same
-    for queries, with what multiplies them."""
+    for queries, with what multiplies them. `per_layer` [T, layers, P]: what layers read beside hidden states, if they
+    do. `lent`: keys and values that later layers of a kind read, too, from the forward of the layer that has them to
+    its backward."""
 
     kernels: Kernels
     segments: Segments
     angles: Mapping[str | None, Angles]
     query_angles: Mapping[str | None, Angles]
     lora: LoraBatch
+    per_layer: torch.Tensor | None = None
+    lent: dict[str | None, "LentKeys"] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class LentKeys:
+    """`key` and `value` [T, M, D] of one layer, and the gradients that reach them from the layers that read them, in
+    float32 (float64 stays)."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    grad_key: torch.Tensor | None = None
+    grad_value: torch.Tensor | None = None
+
+    def add(self, grad_key: torch.Tensor, grad_value: torch.Tensor) -> None:
+        """Add the gradients of one layer that has read them, which may be overwritten."""
+        if self.grad_key is None or self.grad_value is None:
+            wide = wide_dtype(grad_key)
+            self.grad_key, self.grad_value = grad_key.to(wide), grad_value.to(wide)
+        else:
+            self.grad_key += grad_key
+            self.grad_value += grad_value
+
+    def gradients(self, grad_key: torch.Tensor, grad_value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All gradients of key and value, with those of the layer that has them."""
+        self.add(grad_key, grad_value)
+        return present(self.grad_key).to(grad_key.dtype), present(self.grad_value).to(grad_value.dtype)
 
 
 class BlockPass(Protocol):
@@ -62,7 +94,9 @@ class BlockPass(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerPart:
     """What a block is made of: transformers' `module`, called `name` in its layer and at `path` of the model; the norm
-    `before` it, and the one `after` it if the family has such. `index`: of the blocks of its class, in the model.
+    `before` it, and the one `after` it if the family has such (of a layer's end there is none before). `index`: of the
+    blocks of its class and `variant`, in the model. `variant`: empty for parts with projections as wide as those of the
+    first one; what follows the names of the other parts' groups, since targets of a group are equally large.
     `rule`, known when a block is taken, and `rotary`: of its attention (see `AttentionBlock`). `experts`: how the
     family names routed experts, if it has any. `make`: makes frozen matrices."""
 
@@ -76,13 +110,14 @@ class LayerPart:
     rotary: str | None
     experts: Experts | None
     make: MakeMatrix
+    variant: str = ""
 
 
 class Block(Protocol):
     """The frozen weights of one block."""
 
     module: ClassVar[str]
-    """What transformers calls its module in a layer: "mlp", or what stands in the place of attention."""
+    """What transformers calls its module in a layer: "mlp", what stands in the place of attention, or `LAYER_END`."""
 
     parameters: ClassVar[Set[str]]
     """The parameters of that module with which it computes, all or some of them. A module with others is refused."""
@@ -118,10 +153,11 @@ def present(value: Kept | None) -> Kept:
 
 def norm_weight(norm: Any) -> tuple[torch.Tensor, float]:
     """What transformers' RMS norm multiplies by, [H], and its epsilon. Qwen3.5's and Gemma's multiply by 1 + w: the sum
-    is made in float32, where it loses nothing."""
+    is made in float32, where it loses nothing. Gemma 4's multiply by w, in float32."""
     if hasattr(norm, "variance_epsilon"):
         return norm.weight.detach(), norm.variance_epsilon
-    return 1 + norm.weight.detach().to(torch.promote_types(norm.weight.dtype, torch.float32)), norm.eps
+    weight = norm.weight.detach().to(torch.promote_types(norm.weight.dtype, torch.float32))
+    return weight if hasattr(norm, "with_scale") else 1 + weight, norm.eps
 
 
 @dataclass(frozen=True, slots=True, eq=False)

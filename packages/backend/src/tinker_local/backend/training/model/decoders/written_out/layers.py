@@ -4,7 +4,7 @@ Legend: T tokens, H hidden size, R columns of adapters.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ from tinker_local.backend.training.model.decoders.written_out.block import (
     present,
 )
 from tinker_local.backend.training.model.decoders.written_out.delta_block import DeltaBlock
+from tinker_local.backend.training.model.decoders.written_out.gemma4_attention import Gemma4AttentionBlock
+from tinker_local.backend.training.model.decoders.written_out.layer_end import LayerEndBlock
+from tinker_local.backend.training.model.per_layer import ProjectPerLayer
 from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.rotations import Rotations, rotation
 from tinker_local.backend.training.run.block_memory import attended_bytes, decoder_memory, worth_keeping
@@ -47,7 +50,9 @@ _TWICE_IN_A_ROW = {"Glm4vTextRotaryEmbedding", "GlmOcrTextRotaryEmbedding"}
 class WrittenOutDecoder:
     """Implements `training.decoder.Decoder` for layers made of known blocks. `dtype`: of activations; `norm` [H]:
     weight of the last norm; `rotary(embeds, position_ids)`: transformers' module for cos and sin, which has one more
-    argument where layers of different `kinds` turn by different angles; `query_scale`: of all layers."""
+    argument where layers of different `kinds` turn by different angles; `query_scale`: of all layers; `per_layer`: what
+    layers read beside hidden states, if they do. Its gradient does not reach the embeddings: no tower of such a model
+    is trained."""
 
     name: DecoderName = "written-out"
 
@@ -61,6 +66,7 @@ class WrittenOutDecoder:
         kinds: Sequence[str | None],
         kernels: Kernels,
         query_scale: QueryScale | None = None,
+        per_layer: ProjectPerLayer | None = None,
     ) -> None:
         self.layers = layers
         self.dtype = dtype
@@ -70,6 +76,7 @@ class WrittenOutDecoder:
         self.kinds = kinds
         self.kernels = kernels
         self.query_scale = query_scale
+        self.per_layer = per_layer
         self.targets = [target for layer in layers for block in layer for target in block.targets]
         self.least_segment = CHUNK if any(isinstance(block, DeltaBlock) for layer in layers for block in layer) else 1
         check_distinct(self.targets)
@@ -78,7 +85,8 @@ class WrittenOutDecoder:
         self, row: PackedRow, lora: LoraBatch, policy: RecomputePolicy | None, walk: Walk = RESIDENT
     ) -> "WrittenOutPass":
         """See `Decoder.forward`."""
-        context = self._context(row, lora)
+        read = None if self.per_layer is None else self.per_layer(row.embeds, present(row.per_layer))
+        context = self._context(row, lora, read)
         x = row.embeds
         kept: list[_KeptLayer] = []
         for index, layer in enumerate(self.layers):
@@ -93,14 +101,14 @@ class WrittenOutDecoder:
         hidden = self.kernels.rms_norm(x, self.norm, self.epsilon)
         return WrittenOutPass(self, row if row.grad_deepstack else None, context, walk, hidden, x, kept)
 
-    def _context(self, row: PackedRow, lora: LoraBatch) -> RowContext:
+    def _context(self, row: PackedRow, lora: LoraBatch, per_layer: torch.Tensor | None = None) -> RowContext:
         angles = {kind: self._angles(row, kind) for kind in self.kinds}
         if self.query_scale is None:
-            return RowContext(self.kernels, row.segments, angles, angles, lora)
+            return RowContext(self.kernels, row.segments, angles, angles, lora, per_layer)
         scale = self.query_scale(row.position_ids.flatten())[:, None]
         # Not rounded to 16 bits, as vLLM does not.
         scaled = {kind: (scale * cos, scale * sin) for kind, (cos, sin) in angles.items()}
-        return RowContext(self.kernels, row.segments, angles, scaled, lora)
+        return RowContext(self.kernels, row.segments, angles, scaled, lora, per_layer)
 
     def _angles(self, row: PackedRow, kind: str | None) -> Angles:
         """cos and sin [T, rotary], first those of one half; some of transformers' modules give these alone."""
@@ -140,7 +148,19 @@ class WrittenOutDecoder:
             )
             for layer in self.layers
         ]
-        return decoder_memory(layers, tokens * hidden * itemsize, attended)
+        found = decoder_memory(layers, tokens * hidden * itemsize, attended)
+        return replace(found, always=found.always + self._beside_layers(tokens))
+
+    def _beside_layers(self, tokens: int) -> int:
+        """Bytes of keys and values that several layers read, and of what layers read beside hidden states: as the row
+        has it, and with what is added to it."""
+        blocks, itemsize = [block for layer in self.layers for block in layer], self.dtype.itemsize
+        lent: int = sum(
+            block.lent_memory(tokens, itemsize) for block in blocks if isinstance(block, Gemma4AttentionBlock)
+        )
+        ends = (block.per_layer for block in blocks if isinstance(block, LayerEndBlock))
+        read: int = sum(tokens * end.gate.outputs * itemsize for end in ends if end is not None)
+        return lent + 2 * read
 
 
 @dataclass(slots=True, eq=False)

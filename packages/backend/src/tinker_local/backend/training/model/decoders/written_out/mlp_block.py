@@ -59,7 +59,9 @@ class MlpBlock:
     @classmethod
     def take(cls, part: LayerPart) -> "MlpBlock":
         """See `Block.take`."""
-        return cls.of(part, activation=activation_of(part.module, part.path), after=NormAfter.take(part))
+        return cls.of(
+            part, f"mlp{part.variant}", activation=activation_of(part.module, part.path), after=NormAfter.take(part)
+        )
 
     @classmethod
     def of(
