@@ -13,6 +13,7 @@ import transformers
 from tinker_local.backend.training.lora.lora import AdapterSlice, groups_of
 from tinker_local.backend.training.lora.lora_batch import LoraBatch
 from tinker_local.backend.training.model.decoders.written_out import take_layers
+from tinker_local.backend.training.model.decoders.written_out.attention_block import AttentionBlock
 from tinker_local.backend.training.model.decoders.written_out.block import RowContext
 from tinker_local.backend.training.model.segments import Segments
 from tinker_local.backend.training.run.worker import HFTrainer
@@ -120,7 +121,7 @@ def test_two_blocks_that_would_share_an_adapter_are_refused(
     first = guide("training/model/decoders/written_out/relu2_block.py").Relu2Block
     other = guide("training/model/decoders/written_out/relu2_block.py").Relu2Block
     monkeypatch.setattr(first, "recognises", classmethod(lambda _, part: "layers.0." in part.path))
-    monkeypatch.setattr(take_layers, "BLOCKS", (take_layers.AttentionBlock, first, other))
+    monkeypatch.setattr(take_layers, "BLOCKS", (AttentionBlock, first, other))
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.up_proj and .*layers\.1\.mlp\.up_proj are both up_proj 0"):
         gradient(arcee, decoder="written-out")
 
