@@ -51,15 +51,24 @@ four shapes, between, before and behind texts, and two in a prompt, and trainer 
 that differs is refused with the prompt, the position and both numbers. Tests have seen these agree, with gradients of
 adapters that are transformers' in float64 (the processor of SmolVLM needs the package `num2words`):
 """
-REFUSED = """
+TABLE = "served_architectures-20261201-001308.txt"
+"""What `benchmarks/served_architectures.py` found last."""
+
+REFUSED = f"""
 ### Refused
 
+`benchmarks/served_architectures.py` makes a tiny model of each architecture that transformers and vLLM both have.
+[Its table](../benchmarks/results/{TABLE}) says how far a server of each
+is from transformers, or why it is refused. In short:
+
 - models whose images see forward (`paligemma`, `gemma4`), but for Gemma 3;
-- models of which vLLM takes no adapters (`llava_onevision`), and models with sound;
+- models of which vLLM takes no adapters (`llava_onevision`, `bloom`, `falcon`, `stablelm`) or no images
+  (`llava_next_video`), and models with sound;
 - models of whose logits transformers' class leaves out a part (Granite vision, `cohere2_vision`);
-- models whose layers do not pass their arguments on to attention (`nemotron`, `stablelm`), or compute it by other
-  functions than transformers' common ones, or have convolutions along the sequence (`falcon_h1`, `lfm2`);
-- mixtures of experts that are not in the table above (`mixtral`, `olmoe`, `granitemoe`, `qwen3_next`, `minimax`):
+- models whose layers are not at `model.layers` (`gpt2`, `gpt_neox`, `opt`, `mamba`);
+- models whose layers do not pass their arguments on to attention (`nemotron`), or compute it by other functions than
+  transformers' common ones, or have convolutions along the sequence (`falcon_h1`, `lfm2`);
+- mixtures of experts that are not in the table above (`granitemoe`, `llama4_text`, `deepseek_v2`, `flex_olmo`):
   adapters train routed experts in the architectures of the table alone;
 """
 NAMES = """
