@@ -113,18 +113,6 @@ def step(slots: list[int], computed: list[int], scheduled: list[int], prefills: 
     )
 
 
-@pytest.mark.mutation(
-    "preempted-draws-again",
-    "FullVocabularySampler.add_request",
-    "self.draw.past(params.seed, sampled, self._vocab_size)",
-    "self.draw.past(params.seed, 0, self._vocab_size)",
-)
-@pytest.mark.mutation(
-    "draws-before-the-prompt-ends",
-    "FullVocabularySampler._generators",
-    "if slot in self._seeded and computed[row] >= batch.prefill_len_np[row]",
-    "if slot in self._seeded",
-)
 @pytest.mark.skipif(not compat_vllm.runs_on_cpu(), reason="asks for tensors of a CPU")
 def test_v2_gives_a_request_that_comes_back_its_next_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """And none to a request whose prompt goes on in the next step, or that has no seed."""
