@@ -49,7 +49,7 @@ def outcome(found: Found) -> str:
 
 def of_row(name: str, say: Callable[[str, Any], None]) -> None:
     """Measure a row in this process."""
-    from measurements.one_architecture import measure
+    from measurements.one_architecture import NAME, measure
     from measurements.tiny_architectures import make
     from tinker_local.types import UnsupportedError
 
@@ -69,10 +69,10 @@ def of_row(name: str, say: Callable[[str, Any], None]) -> None:
             return
         try:
             measure(Path(root), folder, say)
-        except UnsupportedError as error:  # a processor is missing where this command writes none
-            say("outcome", "not made" if "makes no processor" in str(error) else "refused")
-            reason(error)
-        except Exception as error:  # a fault, which the table shows
+        except Exception as error:  # what is not a refusal is a fault, which the table shows
+            if isinstance(error, UnsupportedError) or str(error).startswith(f"{NAME}: "):  # at a start
+                # A processor is missing where this command writes none.
+                say("outcome", "not made" if "makes no processor" in str(error) else "refused")
             reason(error)
 
 

@@ -7,7 +7,8 @@
 set -u
 root=$(cd "$(dirname "$0")/.." && pwd)
 out=${1:-$root/runs/runners}
-python=${PYTHON:-python3}
+python=$(command -v "${PYTHON:-python3}") || exit 1
+case $python in /*) ;; *) python=$PWD/$python ;; esac
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 export PYTHONPATH="$root/packages/types/src:$root/packages/client/src:$root/packages/backend/src${PYTHONPATH:+:$PYTHONPATH}"
@@ -29,7 +30,7 @@ step() {  # NAME SECONDS COMMAND...
 
 # A stack of benchmarks/stacks.py is a Python: here the same one, with another runner.
 for runner in 0 1; do
-    printf '#!/bin/sh\nVLLM_USE_V2_MODEL_RUNNER=%s exec "%s" "$@"\n' "$runner" "$(command -v "$python")" >"$out/runner$runner"
+    printf '#!/bin/sh\nVLLM_USE_V2_MODEL_RUNNER=%s exec "%s" "$@"\n' "$runner" "$python" >"$out/runner$runner"
     chmod +x "$out/runner$runner"
 done
 

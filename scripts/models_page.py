@@ -64,17 +64,26 @@ model, where tests have seen vLLM compute them as transformers does: in `exaone4
 with the reason: vLLM's class takes no adapters on its tower (`internvl`, `mistral3`) or not on all of it (`glm4v`,
 `glm_ocr`), or fails with them (`llava` with CLIP's tower).
 """
-REFUSED = """
+TABLE = "served_architectures-20261201-001308.txt"
+"""What `benchmarks/served_architectures.py` found last."""
+
+REFUSED = f"""
 ### Refused
+
+`benchmarks/served_architectures.py` makes a tiny model of each architecture that transformers and vLLM both have.
+[Its table](../benchmarks/results/{TABLE}) says how far a server of each
+is from transformers, or why it is refused. In short:
 
 - models whose images see forward, but for Gemma 3 and 4, as `paligemma`, where all of a prompt does, and in vLLM the
   image alone;
 - models of which a layer adds features of images to what it gives (`granite4_vision`), but for Qwen3-VL;
-- models of which vLLM takes no adapters (`llava_onevision`, `cohere2_vision`), and models with sound;
-- models whose layers do not pass their arguments on to attention (`nemotron`, `stablelm`), or compute it by other
-  functions than transformers' common ones, or have convolutions along the sequence that are not LFM2's (`falcon_h1`);
-- mixtures of experts that are not named above (`granitemoe`, `lfm2_moe`, `minimax`): adapters train routed experts in
-  those architectures alone;
+- models of which vLLM takes no adapters (`llava_onevision`, `cohere2_vision`, `bloom`, `falcon`, `stablelm`) or no
+  images (`llava_next_video`), and models with sound;
+- models whose layers are not at `model.layers` (`gpt2`, `gpt_neox`, `opt`, `mamba`);
+- models whose layers do not pass their arguments on to attention (`nemotron`), or compute it by other functions than
+  transformers' common ones, or have convolutions along the sequence that are not LFM2's (`falcon_h1`);
+- mixtures of experts that are not named above (`granitemoe`, `lfm2_moe`, `llama4_text`, `deepseek_v2`): adapters train
+  routed experts in those architectures alone;
 """
 NAMES = """
 ## Names

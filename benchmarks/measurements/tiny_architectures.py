@@ -33,6 +33,7 @@ SIZES: Mapping[str, Any] = {
     **{"n_groups": 1, "mamba_n_groups": 1, "mamba_ngroups": 1, "time_step_rank": 8, "mamba_dt_rank": 8},
     **{"adapter_rank": 8, "rotary_dim": 16, "first_k_dense_replace": 1, "moe_layer_start_index": 1},
     **{"initializer_range": 0.1, "image_size": 56, "patch_size": 14, "out_hidden_size": 128, "projection_dim": 64},
+    "encoder_hidden_size": 128,
     **{"original_max_position_embeddings": 64, "embedding_multiplier": 3.0, "attention_multiplier": 0.1},
     **{"residual_multiplier": 0.5, "logits_scaling": 2.0, "logit_scale": 0.5, "final_logit_softcapping": 4.0},
     **{"attn_logit_softcapping": 3.0, "zero_expert_num": 4, "query_pre_attn_scalar": 48},
@@ -48,6 +49,7 @@ GRID = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "block_dim": 128}
 OWN: Mapping[str, Mapping[str, Any]] = {
+    "blip_2_qformer": {"intermediate_size": 3072},
     "cohere_compass": {"tie_word_embeddings": True},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
@@ -71,6 +73,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "granite4_vision": {
         "deepstack_layer_map": [[-1, 0]],
         "downsample_rate": "1/2",
+        "vision_feature_select_strategy": "full",
         "spatial_target_layers": [1],
         "image_grid_pinpoints": GRID,
         "text_config": {
@@ -85,7 +88,8 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     },
     "hunyuan_vl_text": {"rope_parameters": _ROPE | {"mrope_section": [4, 4, 4, 4]}},
     "minicpm3": {"num_key_value_heads": 4, "qk_rope_head_dim": 32},
-    "muse_glimmer_vision": {"output_dim": 512},
+    "muse_glimmer": {"out_hidden_size": 512, "projector_hidden_size": 256},
+    "muse_glimmer_vision": {"output_dim": 512, "adapter_dim": 256},
     "paddleocr_vl_text": {"rope_parameters": _ROPE | {"mrope_section": [8, 4, 4]}},
     "gemma3n_text": {"num_kv_shared_layers": 0, "altup_num_inputs": 2, "laurel_rank": 8},
     "lfm2": _CONVOLUTIONS,
@@ -171,7 +175,7 @@ def make(name: str, out: Path) -> Path:
 def _make_in_general(kind: str, out: Path) -> Path:
     import torch
     import transformers
-    from tinker_local.backend.tiny_models.make_models import claim_folder, instantiate
+    from tinker_local.backend.tiny_models.make_models import claim_folder, instantiate, rename_tensors
     from tinker_local.backend.tiny_models.marks import QWEN
     from tinker_local.backend.tiny_models.tokenizer import write_tokenizer
     from tinker_local.backend.tiny_models.weights import write_weights
@@ -192,6 +196,8 @@ def _make_in_general(kind: str, out: Path) -> Path:
     name = {**reads, **sees}.get(kind) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     model = instantiate(getattr(transformers, name), config)
     write_weights(model, out, 0, marks, text_scale=1.0)
+    if kind in RENAMES:
+        rename_tensors(out, RENAMES[kind])
     return out
 
 
@@ -201,6 +207,8 @@ def _marks() -> dict[str, Any]:
     from tinker_local.backend.tiny_models.marks import IMAGE_PAD, QWEN, VISION_END, VISION_START
 
     named = (("image_token", IMAGE_PAD), ("image_start_token", VISION_START), ("image_end_token", VISION_END))
+    reserved = [name for name, _ in seeing_marks.LLAMA4.added if "reserved" in name]
+    videos = dict(zip(reserved, ("<|video|>", "<|vid_frame_separator|>", "<|vid_start|>", "<|vid_end|>"), strict=False))
     compass = {
         f"<|{name}|>": f"<|{name.upper()}|>" for name in ("image_pad", "video_pad", "vision_start", "vision_end")
     }
@@ -209,7 +217,7 @@ def _marks() -> dict[str, Any]:
         "granite4_vision": seeing_marks.GRANITE_VISION,
         "hunyuan_vl": replace(QWEN, named=named),
         "llava_next_video": seeing_marks.LLAVA_ONEVISION,
-        "muse_glimmer": seeing_marks.LLAMA4,
+        "muse_glimmer": _renamed(seeing_marks.LLAMA4, videos),
         "paddleocr_vl": replace(QWEN, named=named),
         "qianfan_ocr": seeing_marks.INTERNVL,
     }
@@ -225,8 +233,10 @@ def _renamed(marks: Any, names: Mapping[str, str]) -> Any:
 
 
 _TOWER = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+RENAMES = {"granite4_vision": {"vision_tower.": "vision_tower.vision_model."}}
+"""Parts of names of tensors, and what files that vLLM reads have there."""
 PROCESSORS: Mapping[str, Mapping[str, Any]] = {
-    "granite4_vision": _TOWER,
+    "granite4_vision": {"patch_size": 14, "vision_feature_select_strategy": "full", "downsample_rate": "1/2"},
     "llava_next_video": _TOWER,
     "qianfan_ocr": {"image_seq_length": 4},
 }
