@@ -312,6 +312,12 @@ def taken_by(module: Any) -> list[Taken]:
     return [Taken(a.shape[-1] * of_a, b.shape[-2] * of_b) for a, b in pairs]
 
 
+def divides_b(module: Any) -> bool:
+    """Whether vLLM divides a B that an adapter has for all outputs of `module` among them. Elsewhere it takes the rows
+    of such a B for those of several."""
+    return type(module).__name__ == "MergedColumnParallelLinearVariableSliceWithLoRA"
+
+
 def lora_slots(worker: Any) -> list[int | None]:
     """The adapter id in each slot of the device's memory."""
     slots: list[int | None] = worker._adapter_manager.lora_index_to_id

@@ -14,6 +14,7 @@ from tinker_local.backend.families import OTHER, family_of
 from tinker_local.backend.families.family import ROUTERS
 from tinker_local.backend.threads import without_pool
 from tinker_local.backend.vllm_engine.compat_vllm import (
+    divides_b,
     holds_adapter,
     lora_modules,
     lora_worker,
@@ -234,7 +235,7 @@ def check_adapter_taken(version: AdapterVersion, numbers: torch.Tensor, tensors:
     taken = 0
     for name, module in weights.items():
         pairs, places = _pairs(module), taken_by(modules[name])
-        if len(pairs) == 1 < len(places):  # vLLM divides one B among the parts
+        if len(pairs) == 1 < len(places) and divides_b(modules[name]):
             places = [replace(places[0], outputs=sum(place.outputs for place in places))]
         for (a, b), place in zip(pairs, places, strict=True):
             if a is None or b is None:  # the adapter only has some of the packed ones
