@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import inspect
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -168,7 +169,7 @@ def by_transformers(
     for each in prompts:
         replaced = changed(model, leaves, LORA_ALPHA / state.lora_config.rank, family)
         forward = functools.partial(_replaced, model, replaced)
-        found = _logprobs(forward, each)
+        found = _logprobs(forward, each, _divisor(model))
         (-found[torch.from_numpy(each.is_text)].sum()).backward()
         logprobs.append(found.detach().numpy())
     return np.concatenate(logprobs), {
@@ -180,11 +181,18 @@ def _replaced(model: Any, parameters: Mapping[str, torch.Tensor], **given: Any) 
     return torch.func.functional_call(model, dict(parameters), (), given, tie_weights=False)
 
 
-def _logprobs(forward: Callable[..., Any], prompt: Prompt) -> torch.Tensor:
-    """Of the next tokens of `prompt`, [N - 1]."""
+def _divisor(model: Any) -> float:
+    """What the class of the language model alone divides logits by, and that of `model`, around it, does not:
+    LLaVA-NeXT with Granite's, as vLLM computes it and Granite's own class with pictures, `granite4_vision`."""
+    scale = getattr(model.config.get_text_config(), "logits_scaling", None)
+    return 1.0 if scale is None or "logits_scaling" in inspect.getsource(type(model).forward) else float(scale)
+
+
+def _logprobs(forward: Callable[..., Any], prompt: Prompt, divisor: float) -> torch.Tensor:
+    """Of the next tokens of `prompt`, [N - 1]; logits are divided by `divisor`."""
     dtype = torch.float64
     given = {name: value.to(dtype) if value.is_floating_point() else value for name, value in prompt.batch.items()}
-    rows = forward(**given, use_cache=False).logits[0, :-1].to(dtype).log_softmax(-1)
+    rows = (forward(**given, use_cache=False).logits[0, :-1].to(dtype) / divisor).log_softmax(-1)
     return rows.gather(1, given["input_ids"][0, 1:, None])[:, 0]
 
 
@@ -304,8 +312,9 @@ def compare_exports(
             model: Any = peft.PeftModel.from_pretrained(load(folder, family), str(root / to)).eval()
         else:
             model = load(root / to, family)
+        divisor = _divisor(model.get_base_model() if to == "peft" else model)
         with torch.no_grad():
-            theirs = np.concatenate([_logprobs(model, each).numpy() for each in prompts])
+            theirs = np.concatenate([_logprobs(model, each, divisor).numpy() for each in prompts])
         report(to, float(np.nan_to_num(np.abs(theirs - ours)[keep], nan=np.inf).max()))
 
 

@@ -33,7 +33,7 @@ SIZES: Mapping[str, Any] = {
     **{"n_groups": 1, "mamba_n_groups": 1, "mamba_ngroups": 1, "time_step_rank": 8, "mamba_dt_rank": 8},
     **{"adapter_rank": 8, "rotary_dim": 16, "first_k_dense_replace": 1, "moe_layer_start_index": 1},
     **{"initializer_range": 0.1, "image_size": 56, "patch_size": 14, "out_hidden_size": 128, "projection_dim": 64},
-    "encoder_hidden_size": 128,
+    **{"encoder_hidden_size": 128, "num_dense_layers": 1},
     **{"original_max_position_embeddings": 64, "embedding_multiplier": 3.0, "attention_multiplier": 0.1},
     **{"residual_multiplier": 0.5, "logits_scaling": 2.0, "logit_scale": 0.5, "final_logit_softcapping": 4.0},
     **{"attn_logit_softcapping": 3.0, "zero_expert_num": 4, "query_pre_attn_scalar": 48},
@@ -47,7 +47,7 @@ LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 
 GRID = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
-_CONVOLUTIONS = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "block_dim": 128}
+_CONVOLUTIONS = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "block_dim": 128, "conv_dim": 128}
 OWN: Mapping[str, Mapping[str, Any]] = {
     "blip_2_qformer": {"intermediate_size": 3072},
     "cohere_compass": {"tie_word_embeddings": True},

@@ -164,7 +164,7 @@ def _layers_not_read(model: Any, parts: Parts) -> tuple[str, ...]:
 
 
 def _inside(model: Any, parts: Parts) -> str:
-    kind = getattr(model.config.vision_config, "model_type", "")
+    kind = getattr(getattr(model.config, "vision_config", None), "model_type", "")
     known = kind in ("clip_vision_model", "siglip_vision_model") and parts.tower
     return _INSIDE if known and not hasattr(model.get_submodule(parts.tower), _INSIDE) else ""
 
