@@ -45,6 +45,25 @@ def test_a_decoder_without_values_tells_the_memory_of_the_loaded_one(
         assert parameters == sum(parameter.numel() for parameter in loaded.model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "plain"),
+    [
+        ("Granite", {"residual_multiplier": 0.5}, {}),
+        ("Granite", {"embedding_multiplier": 3.0}, {}),
+        ("SmolLM3", {"no_rope_layers": [1, 0]}, {"no_rope_layers": [1, 1]}),
+    ],
+)
+def test_a_plan_knows_layers_that_are_not_written_out_by_the_config_alone(
+    kind: str, fields: dict[str, Any], plain: dict[str, Any], tmp_path: Path
+) -> None:
+    """There are no values that could be compared with transformers'. `plain`: fields of layers that are."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+    for own, decoder in ((fields, "AutogradDecoder"), (plain, "WrittenOutDecoder")):
+        getattr(transformers, f"{kind}Config")(**sizes, **own).save_pretrained(tmp_path)
+        config = transformers.AutoConfig.from_pretrained(tmp_path)
+        assert type(decoder_of_sizes(config, "float32", "auto")[0]).__name__ == decoder
+
+
 def test_activations_keep_to_the_share_of_the_device_that_a_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 100 bytes 70 are free, this process has 20 and caches 4 of them."""
     numbers = {"mem_get_info": (70, 100), "memory_allocated": 16, "memory_reserved": 20}

@@ -78,6 +78,8 @@ def take_layers(
         raise UnsupportedError("it has no rotary positions")
     if getattr(decoder, "norm", None) is None:
         raise UnsupportedError("it has no norm after its layers")
+    if (factor := getattr(decoder, "embedding_multiplier", 1.0)) != 1.0:
+        raise UnsupportedError(f"it multiplies embeddings by {factor} (embedding_multiplier)")
     several = getattr(decoder.rotary_emb, "layer_types", None)  # in Gemma 3
     rotaries = decoder.config.layer_types if several else [None] * len(decoder.layers)
     _check_parameters(decoder.norm, {"weight"}, "norm")
@@ -126,9 +128,13 @@ def _parts(
     children = {name: module for name, module in layer.named_children() if any(True for _ in module.parameters())}
     has_all = (names for names in _NORMS if children.keys() >= {*names[0], *names[1]} - {None})
     before, after = next(has_all, _NORMS[-1])
+    if (factor := getattr(layer, "residual_multiplier", 1.0)) != 1.0:
+        raise UnsupportedError(f"{where} multiplies what it adds by {factor} (residual_multiplier)")
     norms = [name for name in (*before, *after) if name is not None]
     mixers = [block.module for block in BLOCKS if block.module not in (_MLP, LAYER_END)]
     first = next((name for name in mixers if name in children), mixers[0])
+    if not getattr(children.get(first), "use_rope", True):
+        raise UnsupportedError(f"{where}: {first} has no rotary positions")
     per_layer = _PER_LAYER if children.keys() >= {*_PER_LAYER} else ()
     beside = _BESIDE if children.keys() >= {*_BESIDE} else ()
     known = {first, _MLP, *norms, *per_layer, *beside}
