@@ -64,7 +64,7 @@ model, where tests have seen vLLM compute them as transformers does: in `exaone4
 with the reason: vLLM's class takes no adapters on its tower (`internvl`, `mistral3`) or not on all of it (`glm4v`,
 `glm_ocr`), or fails with them (`llava` with CLIP's tower).
 """
-TABLE = "served_architectures-20261201-001308.txt"
+TABLE = "served_architectures-20261201-005029.txt"
 """What `benchmarks/served_architectures.py` found last."""
 
 REFUSED = f"""

@@ -191,7 +191,7 @@ def _divisor(model: Any) -> float:
 def _logprobs(forward: Callable[..., Any], prompt: Prompt, divisor: float) -> torch.Tensor:
     """Of the next tokens of `prompt`, [N - 1]; logits are divided by `divisor`."""
     dtype = torch.float64
-    given = {name: value.to(dtype) if value.is_floating_point() else value for name, value in prompt.batch.items()}
+    given = prompt.batch  # classes convert pixels themselves, Gemma 4's after a sum in float32
     rows = (forward(**given, use_cache=False).logits[0, :-1].to(dtype) / divisor).log_softmax(-1)
     return rows.gather(1, given["input_ids"][0, 1:, None])[:, 0]
 
