@@ -105,6 +105,8 @@ class Engine:
         runner = types.SimpleNamespace(lora_manager="worker")
         worker = types.SimpleNamespace(model_runner=runner)
         self.model_executor = types.SimpleNamespace(driver_worker=worker)
+        config = types.SimpleNamespace(model_type="qwen3")
+        self.model_config = types.SimpleNamespace(hf_config=config, model="m")
         self.grammar_masks = types.SimpleNamespace(tell=lambda: {"0-0": len(self.done)}, hear=self.heard.append)
 
     def add_request(self, name: str, *, lora_request: Any = None) -> None:
