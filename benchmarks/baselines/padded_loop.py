@@ -62,8 +62,9 @@ def unpadded_attention(
     scaling: float,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers makes of flash attention and a mask: `query` [B, heads, S, D], `key` and `value` [B, kv heads,
-    S, D]; `attention_mask` [B, S], None if there is no padding. Returns [B, S, heads, D], 0 at padding."""
+    """Attention without the padding, as transformers calls it: `query` [B, heads, S, D], `key` and `value` [B, kv
+    heads, S, D]. `attention_mask` [B, S] is 1 at tokens and 0 at padding; None if nothing is padded. Returns
+    [B, S, heads, D], which is 0 at padding."""
     count, heads, length, size = query.shape
     mask = torch.ones(count, length, device=query.device) if attention_mask is None else attention_mask
     kept = mask.flatten().nonzero()[:, 0]

@@ -1,7 +1,8 @@
 """Gemma 4: layers with a window and layers without have heads of other sizes.
 
-In large models values are keys where there is no window, and images see forward where there is one. In small ones (E2B,
-E4B) the last layers read keys and values of earlier ones, and all read a second embedding.
+In large models, layers without a window use their keys as values, and in layers with a window each position of an image
+sees all of the image. In small models (E2B, E4B) the last layers read keys and values of earlier layers, and all layers
+read a second embedding.
 """
 
 import json

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 from tinker_local.backend.training.kernels import compat_torch
 from tinker_local.backend.training.kernels.grouped_products import RowGroups
-from tinker_local.backend.training.kernels.kernels import Kernels
+from tinker_local.backend.training.kernels.kernels import Activation, Kernels
 from tinker_local.backend.training.lora.lora_batch import LowRank, Owners
 from tinker_local.backend.weights.frozen_matrix import FrozenStack
 
@@ -47,17 +47,24 @@ class Gating(Protocol):
         output without its share. May overwrite `grad` and `gate_up`."""
 
 
-class SiluGating:
-    """silu(g) * u; gate comes first."""
+class _GateFirst:
+    """activation(g) * u; gate comes first."""
 
-    widths: ClassVar[int] = 3
+    activation: ClassVar[Activation]
 
     def halves(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = gate_up.chunk(2, dim=-1)
         return gate, up
 
     def forward(self, gate_up: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-        return kernels.glu(gate_up, "silu")
+        return kernels.glu(gate_up, self.activation)
+
+
+class SiluGating(_GateFirst):
+    """silu(g) * u."""
+
+    activation = "silu"
+    widths: ClassVar[int] = 3
 
     def backward(
         self, grad: torch.Tensor, gate_up: torch.Tensor, shares: torch.Tensor, kernels: Kernels
@@ -68,24 +75,18 @@ class SiluGating:
 SILU = SiluGating()
 
 
-class GeluGating:
-    """gelu(g) * u, by tanh; gate comes first."""
+class GeluGating(_GateFirst):
+    """gelu(g) * u, by tanh."""
 
+    activation = "gelu_tanh"
     widths: ClassVar[int] = 4
-
-    def halves(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return gate, up
-
-    def forward(self, gate_up: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-        return kernels.glu(gate_up, "gelu_tanh")
 
     def backward(
         self, grad: torch.Tensor, gate_up: torch.Tensor, shares: torch.Tensor, kernels: Kernels
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         output = self.forward(gate_up, kernels)
         grad_shares = (grad * output).sum(-1, dtype=_wide(grad))
-        return kernels.glu_backward(grad.mul_(shares[:, None]), gate_up, "gelu_tanh")[0], output, grad_shares
+        return kernels.glu_backward(grad.mul_(shares[:, None]), gate_up, self.activation)[0], output, grad_shares
 
 
 GELU = GeluGating()

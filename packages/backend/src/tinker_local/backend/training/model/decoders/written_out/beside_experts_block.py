@@ -7,12 +7,11 @@ tokens, H hidden size, K experts of a token, S = T K, I intermediate size of an 
 """
 
 from collections.abc import Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from tinker_local.backend.training.lora.lora import Target
-from tinker_local.backend.training.lora.lora_batch import LowRank
 from tinker_local.backend.training.model.decoders.packed_experts import expert_targets, is_experts, weights_of
 from tinker_local.backend.training.model.decoders.written_out.block import (
     LayerPart,
@@ -21,15 +20,13 @@ from tinker_local.backend.training.model.decoders.written_out.block import (
     norm_weight,
     present,
 )
+from tinker_local.backend.training.model.decoders.written_out.experts_block import RoutedPass
 from tinker_local.backend.training.model.decoders.written_out.mlp_block import MlpBlock, MlpPass
 from tinker_local.backend.training.model.experts import (
     ExpertsKept,
     ExpertWeights,
-    Routing,
-    activate,
     down,
     experts_backward,
-    gate_and_up,
 )
 from tinker_local.backend.training.run.block_memory import BlockMemory, experts_memory
 from tinker_local.types import UnsupportedError
@@ -94,7 +91,7 @@ class BesideExpertsBlock:
 
     def start(self, x: torch.Tensor, context: RowContext) -> "BesideExpertsPass":
         """Create a pass over `x` [T, H]."""
-        return BesideExpertsPass(self, context, x, self.mlp.start(x, context))
+        return BesideExpertsPass(self, context, x, mlp=self.mlp.start(x, context))
 
     def memory(self, tokens: int, columns: int, itemsize: int) -> BlockMemory:
         """See `Block.memory`. Kept besides: what norm_2 and norm' read."""
@@ -107,27 +104,19 @@ class BesideExpertsBlock:
 
 
 @dataclass(slots=True, eq=False)
-class BesideExpertsPass:
-    """`mlp`: the pass of the MLP. `scores` [T, K]; `gate_up` [S, 2 I]; `h` [T, 2, R], of gate and up, and `mid`
-    [T, 1, R]: of the adapters. `experts` and `both` [T, H]: before norm_2 and before norm'."""
+class BesideExpertsPass(RoutedPass):
+    """`mlp`: the pass of the MLP. `experts` and `both` [T, H]: before norm_2 and before norm'."""
 
     block: BesideExpertsBlock
-    context: RowContext
-    x: torch.Tensor
-    mlp: MlpPass
-    routing: Routing | None = None
-    scores: torch.Tensor | None = None
-    gate_up: torch.Tensor | None = None
-    h: torch.Tensor | None = None
-    mid: torch.Tensor | None = None
+    mlp: MlpPass = field(kw_only=True)
     experts: torch.Tensor | None = None
     both: torch.Tensor | None = None
 
     def forward(self) -> torch.Tensor:
         block, c = self.block, self.context
         beside = self.mlp.forward(torch.zeros_like(self.x))
-        routing, scores, gate_up = self._routed()
-        self.mid, self.experts = down(gate_up, self.h, scores, routing, block.weights, *self._low_ranks(), c.kernels)
+        routing, scores, gate_up = self.routed()
+        self.mid, self.experts = down(gate_up, self.h, scores, routing, block.weights, *self.low_ranks(), c.kernels)
         self.both = block.after_experts.add(c.kernels, beside, self.experts)
         return block.after.add(c.kernels, self.x, self.both)
 
@@ -138,12 +127,7 @@ class BesideExpertsPass:
     def restore(self) -> None:
         if self.both is None:
             self.forward()
-        if self.gate_up is None:
-            self._routed()
-        low_ranks = self._low_ranks()
-        if self.mid is None and low_ranks[1] is not None:
-            given = present(self.gate_up), self.h, present(self.scores), present(self.routing), self.block.weights
-            _, self.mid = activate(*given, *low_ranks, self.context.kernels)
+        self.restore_routed()
         self.mlp.restore()
 
     def backward(self, grad: torch.Tensor) -> torch.Tensor:
@@ -155,7 +139,7 @@ class BesideExpertsPass:
         kept, self.gate_up = ExpertsKept(present(self.gate_up), self.h, self.mid), None
         scores, routing = present(self.scores), present(self.routing)
         grad_m, grad_scores = experts_backward(
-            grad_experts, m, scores, routing, block.weights, kept, *self._low_ranks(), c.kernels
+            grad_experts, m, scores, routing, block.weights, kept, *self.low_ranks(), c.kernels
         )
         del grad_experts
         with torch.enable_grad():
@@ -165,18 +149,6 @@ class BesideExpertsPass:
         grad_x = c.kernels.rms_norm_backward(grad_m, self.x, block.norm, block.epsilon, by_scores.add_(grad))
         return self.mlp.backward(grad_both, grad_x)
 
-    def _routed(self) -> tuple[Routing, torch.Tensor, torch.Tensor]:
-        block, c = self.block, self.context
-        m = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
-        low_rank, _ = self._low_ranks()
-        if self.routing is None or self.scores is None:
-            _, self.scores, experts = block.router(self.x)
-            owners = None if low_rank is None else low_rank.owners
-            self.routing = Routing.of(experts, block.weights.down.count, owners, c.kernels)
-        self.h, self.gate_up = gate_and_up(m, self.routing, block.weights, low_rank, c.kernels)
-        return self.routing, self.scores, self.gate_up
-
-    def _low_ranks(self) -> tuple[LowRank | None, LowRank | None]:
-        """Of gate and up, and of down."""
-        lora, index = self.context.lora, self.block.index
-        return lora.group("experts.gate_up", index), lora.group("experts.down", index)
+    def chosen(self, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _, scores, experts = self.block.router(self.x)
+        return scores, experts

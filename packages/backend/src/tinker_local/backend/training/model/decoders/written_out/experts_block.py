@@ -110,7 +110,7 @@ class ExpertsBlock:
 
     def start(self, x: torch.Tensor, context: RowContext) -> "ExpertsPass":
         """Create a pass over `x` [T, H]."""
-        return ExpertsPass(self, context, x, None if self.shared is None else self.shared.start(x, context))
+        return ExpertsPass(self, context, x, shared=None if self.shared is None else self.shared.start(x, context))
 
     def memory(self, tokens: int, columns: int, itemsize: int) -> BlockMemory:
         """See `Block.memory`."""
@@ -122,24 +122,61 @@ class ExpertsBlock:
 
 
 @dataclass(slots=True, eq=False)
-class ExpertsPass:
-    """`shared`: the pass of the shared expert. `scores` [T, K]; `gate_up` [S, 2 I]; `h` [T, 2, R], of gate and up, and
-    `mid` [T, 1, R]: of the adapters."""
+class RoutedPass:
+    """What passes over routed experts have in common. `scores` [T, K]; `gate_up` [S, 2 I]; `h` [T, 2, R], of gate and
+    up, and `mid` [T, 1, R]: of the adapters."""
 
-    block: ExpertsBlock
+    block: Any
     context: RowContext
     x: torch.Tensor
-    shared: MlpPass | None = None
     routing: Routing | None = None
     scores: torch.Tensor | None = None
     gate_up: torch.Tensor | None = None
     h: torch.Tensor | None = None
     mid: torch.Tensor | None = None
 
+    def chosen(self, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and experts, [T, K] each; `m` [T, H]: what the experts read."""
+        raise NotImplementedError
+
+    def routed(self) -> tuple[Routing, torch.Tensor, torch.Tensor]:
+        """Compute gate and up; return the routing, the scores and both."""
+        block, c = self.block, self.context
+        m = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
+        low_rank, _ = self.low_ranks()
+        if self.routing is None or self.scores is None:
+            self.scores, experts = self.chosen(m)
+            owners = None if low_rank is None else low_rank.owners
+            self.routing = Routing.of(experts, block.weights.down.count, owners, c.kernels)
+        self.h, self.gate_up = gate_and_up(m, self.routing, block.weights, low_rank, c.kernels)
+        return self.routing, self.scores, self.gate_up
+
+    def restore_routed(self) -> None:
+        """Compute again what the backward needs and is gone."""
+        if self.gate_up is None:
+            self.routed()
+        low_ranks = self.low_ranks()
+        if self.mid is None and low_ranks[1] is not None:
+            given = present(self.gate_up), self.h, present(self.scores), present(self.routing), self.block.weights
+            _, self.mid = activate(*given, *low_ranks, self.context.kernels)
+
+    def low_ranks(self) -> tuple[LowRank | None, LowRank | None]:
+        """Of gate and up, and of down."""
+        lora, index = self.context.lora, self.block.index
+        return lora.group("experts.gate_up", index), lora.group("experts.down", index)
+
+
+@dataclass(slots=True, eq=False)
+class ExpertsPass(RoutedPass):
+    """`shared`: the pass of the shared expert."""
+
+    block: ExpertsBlock
+    shared: MlpPass | None = None
+
     def forward(self) -> torch.Tensor:
         block, c = self.block, self.context
-        routing, scores, gate_up = self._routed()
-        self.mid, output = down(gate_up, self.h, scores, routing, block.weights, *self._low_ranks(), c.kernels)
+        routing, scores, gate_up = self.routed()
+        self.mid, output = down(gate_up, self.h, scores, routing, block.weights, *self.low_ranks(), c.kernels)
         output.add_(self.x)
         return output if self.shared is None else self.shared.forward(output)
 
@@ -149,12 +186,7 @@ class ExpertsPass:
             self.shared.drop_large()
 
     def restore(self) -> None:
-        if self.gate_up is None:
-            self._routed()
-        low_ranks = self._low_ranks()
-        if self.mid is None and low_ranks[1] is not None:
-            given = present(self.gate_up), self.h, present(self.scores), present(self.routing), self.block.weights
-            _, self.mid = activate(*given, *low_ranks, self.context.kernels)
+        self.restore_routed()
         if self.shared is not None:
             self.shared.restore()
 
@@ -164,7 +196,7 @@ class ExpertsPass:
         scores, routing = present(self.scores), present(self.routing)
         kept, self.gate_up = ExpertsKept(present(self.gate_up), self.h, self.mid), None
         grad_m, grad_scores = experts_backward(
-            grad, m, scores, routing, block.weights, kept, *self._low_ranks(), c.kernels
+            grad, m, scores, routing, block.weights, kept, *self.low_ranks(), c.kernels
         )
         self._add_gradient_by_scores(grad_scores, m, grad_m)
         grad_x = c.kernels.rms_norm_backward(grad_m, self.x, block.norm, block.epsilon, grad)
@@ -183,18 +215,6 @@ class ExpertsPass:
             scores = block.router(leaf, *block.choice)[1]
         grad_m += torch.autograd.grad(scores, leaf, grad_scores)[0]
 
-    def _routed(self) -> tuple[Routing, torch.Tensor, torch.Tensor]:
-        block, c = self.block, self.context
-        m = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
-        low_rank, _ = self._low_ranks()
-        if self.routing is None or self.scores is None:
-            _, self.scores, experts = block.router(m, *block.choice)
-            owners = None if low_rank is None else low_rank.owners
-            self.routing = Routing.of(experts, block.weights.down.count, owners, c.kernels)
-        self.h, self.gate_up = gate_and_up(m, self.routing, block.weights, low_rank, c.kernels)
-        return self.routing, self.scores, self.gate_up
-
-    def _low_ranks(self) -> tuple[LowRank | None, LowRank | None]:
-        """Of gate and up, and of down."""
-        lora, index = self.context.lora, self.block.index
-        return lora.group("experts.gate_up", index), lora.group("experts.down", index)
+    def chosen(self, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _, scores, experts = self.block.router(m, *self.block.choice)
+        return scores, experts
