@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -14,7 +15,12 @@ import numpy as np
 import pytest
 import torch
 from tinker_local.backend.vllm_engine import compat_vllm, triton_on_cpu
-from tinker_local.backend.vllm_engine.build_engine import prepare_environment, process_state_kept
+from tinker_local.backend.vllm_engine.build_engine import (
+    EngineOptions,
+    build_engine,
+    prepare_environment,
+    process_state_kept,
+)
 from tinker_local.backend.vllm_engine.draw_tokens import lower
 from tinker_local.backend.vllm_engine.patches import PATCHES
 from tinker_local.types import UnsupportedError
@@ -180,6 +186,17 @@ def test_on_a_cpu_v2_has_to_be_started_with_the_interpreter(monkeypatch: pytest.
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "TRITON_INTERPRET=1 was set after Triton had been imported" in done.stdout
+
+
+@pytest.mark.skipif(not compat_vllm.runs_on_cpu(), reason="refused without a GPU alone")
+def test_an_engine_on_another_host_has_the_runner_that_the_server_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options travel there, and the environment does not."""
+    monkeypatch.setenv(compat_vllm.MODEL_RUNNER, "1")
+    sent = pickle.dumps(EngineOptions("m"))
+    monkeypatch.setenv(compat_vllm.MODEL_RUNNER, "0")
+    monkeypatch.delenv(triton_on_cpu.INTERPRETER, raising=False)
+    with pytest.raises(UnsupportedError, match="V2 .*needs TRITON_INTERPRET=1"):
+        build_engine(pickle.loads(sent))
 
 
 def test_the_table_says_what_v2_needs_of_each_patch() -> None:

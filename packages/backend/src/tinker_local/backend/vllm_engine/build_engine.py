@@ -8,7 +8,7 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,8 @@ class EngineOptions:
     `MemoryHolder` with the matrices of a trainer on the same device, which the engine then reads where it can
     (`shared_weights.py`). `weights`: the kind of its matrices, of `weights/kinds.py`, and `head_weights` of embedding
     and LM head; those that are not dense are read from a trainer. `spare_bytes`: of a GPU, left to others while nothing
-    is sampled.
+    is sampled. `model_runner`: the runner that the environment of the process that made these options asks for,
+    since an engine may run on another host; "": it asks for none.
     """
 
     model: str
@@ -82,6 +83,7 @@ class EngineOptions:
     weights: str = "dense"
     head_weights: str = "dense"
     spare_bytes: int = 0
+    model_runner: str = field(default_factory=lambda: os.environ.get(MODEL_RUNNER, ""))
 
 
 def prepare_environment() -> None:
@@ -188,6 +190,8 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
 
     Takes seconds to minutes and leaves the process's state as it was.
     """
+    if options.model_runner:
+        os.environ[MODEL_RUNNER] = options.model_runner
     prepare_environment()
     if not runs_on_cpu():
         from tinker_local.backend.autotuning import compile_choices_at_once
