@@ -32,16 +32,17 @@ WAYS = ("fa2", "fa4")
 
 
 @contextlib.contextmanager
-def attending(way: str) -> Iterator[None]:
-    """With FlashAttention 4 wherever it can compute, or nowhere; on a CPU plain torch computes in either way. Raises
-    Unavailable, which says why FlashAttention 4 does not."""
+def attending(way: str, *, everywhere: bool) -> Iterator[None]:
+    """With FlashAttention 4 where the table has it, or `everywhere` it can compute, or nowhere; on a CPU plain torch
+    computes in either way. Raises Unavailable, which says why FlashAttention 4 does not."""
     lines: tuple[Faster, ...] = ()
     if way == "fa4" and timing.device() == "cuda":
         four, words = flash_attention.flash_attention_4()
         if four is None:
             raise Unavailable(words)
         all_rules = frozenset({"window", "sinks", "full"})
-        lines = (Faster(torch.cuda.get_device_capability(), RIGHT, all_rules, scores=0, keys=0),)
+        whole = (Faster(torch.cuda.get_device_capability(), RIGHT, all_rules, scores=0, keys=0),)
+        lines = whole if everywhere else FASTER
     flash_attention.FASTER = lines
     try:
         yield
@@ -143,7 +144,7 @@ def kernel_line(scale: Scale, name: str, case: Case) -> None:
     query, key, value, grad = (random(heads) for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads))
 
     def run(way: str) -> None:
-        with attending(way):
+        with attending(way, everywhere=True):
             if case.tower:
                 rows, bounds = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)], segments.bounds
                 given: dict[str, Any] = {"cu_seq_lens_q": bounds.queries, "max_length_q": bounds.longest_query}
@@ -184,7 +185,7 @@ def model(scale: Scale, name: str, folder: Path, layers: int) -> None:
         for way in WAYS:
             line = f"{name}.{row}_{way}"
             try:
-                with attending(way):
+                with attending(way, everywhere=False):
                     seconds = timing.median_seconds(functools.partial(train_step, trainer, works), scale, warmup=1)
                 note = f"{config['num_hidden_layers']} layers, {len(lengths)} sequences of {sum(lengths)} tokens"
                 rate_line(line, sum(lengths), seconds, parameters, note).emit()

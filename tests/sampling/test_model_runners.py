@@ -195,7 +195,7 @@ def test_an_engine_on_another_host_has_the_runner_that_the_server_asks_for(monke
     sent = pickle.dumps(EngineOptions("m"))
     monkeypatch.setenv(compat_vllm.MODEL_RUNNER, "0")
     monkeypatch.delenv(triton_on_cpu.INTERPRETER, raising=False)
-    with pytest.raises(UnsupportedError, match="V2 .*needs TRITON_INTERPRET=1"):
+    with pytest.raises(UnsupportedError, match=r"V2 .*needs TRITON_INTERPRET=1"):
         build_engine(pickle.loads(sent))
 
 
