@@ -92,7 +92,9 @@ def write_random_model(out: Path, text: TextShape, vision: VisionShape | None, *
 
 def random_model(model_class: Any, config: Any) -> Any:
     """A model of `config` in bfloat16 on the GPU (or the CPU): matrices N(0, 1 / fan in), so that no activation
-    grows."""
+    grows. Where attention takes products of normed queries and keys as they are, norms of keys divide by the root of
+    the head size, as they have learnt to in published models; else each position would see one other alone, and
+    rounding would decide which."""
     import torch
 
     before = torch.get_default_dtype()
@@ -105,6 +107,9 @@ def random_model(model_class: Any, config: Any) -> Any:
                 if parameter.ndim > 1:
                     scale = 0.02 if "embed" in name else parameter[0].numel() ** -0.5
                     parameter.data.normal_(0, scale)
+            for module in model.modules():
+                if getattr(module, "scaling", None) == 1.0 and hasattr(module, "k_norm"):
+                    module.k_norm.weight.data.mul_(module.head_dim**-0.5)
     finally:
         torch.set_default_dtype(before)
     return model

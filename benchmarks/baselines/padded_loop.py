@@ -34,9 +34,13 @@ class PictureExample:
     answer: int
 
 
-def attentions() -> list[str]:
-    """Names of transformers' attention, the fastest first. The tower's is always torch's: transformers 5.19 gives
-    Pixtral's flash attention positions in two dimensions, which it takes for bounds."""
+LARGEST_HEAD = 256
+"""Of FlashAttention, whose versions refuse larger heads, as some layers of Gemma 4 have them."""
+
+
+def attentions(head: int) -> list[str]:
+    """Names of transformers' attention for heads of up to `head`, the fastest first. The tower's is always torch's:
+    transformers 5.19 gives Pixtral's flash attention positions in two dimensions, which it takes for bounds."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
     from transformers.utils import is_flash_attn_2_available
@@ -44,6 +48,8 @@ def attentions() -> list[str]:
 
     AttentionInterface.register(TORCH_FLASH, unpadded_attention)
     AttentionMaskInterface.register(TORCH_FLASH, flash_attention_mask)
+    if head > LARGEST_HEAD:
+        return ["sdpa"]
     found = [TORCH_FLASH, "sdpa"]
     if is_flash_attn_2_available():
         found.insert(0, "flash_attention_2")

@@ -1,5 +1,5 @@
-"""Shapes of published models that read images and have no family here, or had none: settings of their configs and
-processors, and what they are shown."""
+"""Shapes of published models that read images and have no family here, had none, or get their features from
+transformers' class: settings of their configs and processors, and what they are shown."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +78,46 @@ SEEING_SHAPES = {
         ((512, 512), (768, 512), (768, 768), (1024, 1024)),  # 380 to 1,406 positions
         {},
         layers=12,
+    ),
+    "gemma-4-e4b": SeeingShape(
+        "gemma4",
+        {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 42,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "num_kv_shared_layers": 18,
+            "use_double_wide_mlp": False,
+            "hidden_size_per_layer_input": 256,
+            "vocab_size": 262144,
+            "vocab_size_per_layer_input": 262144,
+            "max_position_embeddings": 131072,
+            "sliding_window": 512,
+            "final_logit_softcapping": 30.0,
+        },
+        {
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 12,
+            "head_dim": 64,
+            "position_embedding_size": 10240,
+            "default_output_length": 280,
+        },
+        {
+            "processor_config.json": {
+                "image_seq_length": 280,
+                "image_processor": {"max_soft_tokens": 280},
+                "video_processor": {"max_soft_tokens": 70},
+            }
+        },
+        ((512, 512), (768, 512), (512, 768), (1280, 720)),  # 256 to 264 positions
+        {},
+        target=1.5,
     ),
 }
 """Names of the command line. All pictures of a step fit in the trainer's cache of features, 256 MiB."""

@@ -50,18 +50,32 @@ def write_model(scale: Scale, shape: SeeingShape, layers: int, out: Path) -> Non
         old.unlink()
     config = full_config(shape, json.loads((out / "config.json").read_text()), layers)
     for name, settings in shape.files.items():
-        (out / name).write_text(json.dumps(json.loads((out / name).read_text()) | settings))
+        (out / name).write_text(json.dumps(changed(json.loads((out / name).read_text()), settings)))
     model_class: Any = getattr(transformers, SEEING[shape.architecture].model_class)
     random_model(model_class, model_class.config_class(**config)).save_pretrained(out, max_shard_size="4GB")
+
+
+def changed(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` with those that are `given`, also inside the settings of a part."""
+    inside = {
+        name: changed(settings[name], value)
+        for name, value in given.items()
+        if isinstance(value, Mapping) and isinstance(settings.get(name), Mapping)
+    }
+    return {**settings, **given, **inside}
 
 
 def full_config(shape: SeeingShape, tiny: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """The config of `shape` with the first `layers` layers (0: all). `tiny`: that of its architecture's tiny model."""
     of_type = {"dtype": "bfloat16"}
     text = tiny["text_config"] | shape.text | of_type
-    text.pop("layer_types", None)  # as many as the tiny model has
+    for each in ("layer_types", "per_layer_config"):  # of as many layers as the tiny model has
+        text.pop(each, None)
     if layers:
+        of_all = layers / text["num_hidden_layers"]
         text["num_hidden_layers"] = layers
+        if shared := text.get("num_kv_shared_layers"):
+            text["num_kv_shared_layers"] = int(shared * of_all)
     parts = {"text_config": text, "vision_config": tiny["vision_config"] | shape.vision | of_type}
     return {**tiny, **shape.whole, **of_type, **parts}
 
@@ -154,13 +168,21 @@ def apart_line(name: str, own: float, theirs: float) -> Line:
     return Line(name, abs(own - theirs), "nats", note=words, error=fault)
 
 
+def largest_head(folder: Path) -> int:
+    """The size of the largest attention heads of the language model in `folder`."""
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    sizes = [int(text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"])]
+    sizes += [layer["head_dim"] for layer in text.get("per_layer_config", {}).values()]
+    return max(sizes)
+
+
 def loop(
     scale: Scale, name: str, folder: Path, shown: "Sequence[PictureExample]", data: Sequence[Any], note: str
 ) -> float:
     """Prints the padded loop with the fastest attention that works; returns its first loss."""
     from baselines.padded_loop import attentions
 
-    for attention in attentions():
+    for attention in attentions(largest_head(folder)):
         try:
             return _loop(scale, name, folder, shown, data, note, attention)
         except Exception as error:  # of any type: another attention may work
