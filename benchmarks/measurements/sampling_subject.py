@@ -176,8 +176,8 @@ class Sdk:
 
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         arguments = ["--model", f"{MODEL}={model}", "--max-rank", str(scale.rank), "--kv-cache", str(cache / 2**30)]
-        if gpu_count():  # others are on the GPU as well
-            arguments += ["--gpu-memory-utilization", "0.5"]
+        if gpu_count():  # of what others have left
+            arguments += ["--gpu-memory-utilization", "0.95"]
         url = stack.enter_context(served(folder / "data", *arguments))
         import tinker
 
