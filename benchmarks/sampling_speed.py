@@ -208,7 +208,7 @@ class Run:
         large = len(subjects) < 3
         gib = (LARGE_CACHE_GIB if large else CACHE_GIB) if self._scale.name == "full" else 0.0625
         running = []
-        for subject in subjects:
+        for subject in sorted(subjects, key=lambda each: each.kind != "sdk"):  # its plan is of the free memory
             hooks = folder / subject.name
             hooks.mkdir(parents=True, exist_ok=True)
             running.append(Running(subject, self._scale, self._model, self._adapter, gib, self._log, hooks))

@@ -177,7 +177,7 @@ class Sdk:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         arguments = ["--model", f"{MODEL}={model}", "--max-rank", str(scale.rank), "--kv-cache", str(cache / 2**30)]
         if gpu_count():  # of what others have left
-            arguments += ["--gpu-memory-utilization", "0.95"]
+            arguments += ["--gpu-memory-utilization", "0.95", "--max-context-length", "4096"]
         url = stack.enter_context(served(folder / "data", *arguments))
         import tinker
 
