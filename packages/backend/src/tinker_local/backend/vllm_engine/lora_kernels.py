@@ -1,0 +1,171 @@
+"""LoRA of few rows, such as one sequence that decodes: Triton kernels for CUDA.
+
+vLLM's kernels multiply tiles of 32 rows and more, fill their buffer with zeros first, and add up parts of a row by
+atomic operations: three launches beside each product of the base model, which take longer than the product of a small
+layer. Here a row is multiplied by itself, in two launches, and always in the same order.
+
+Shape suffixes: m rows, i width in, o width out (of all slices), s slices, l slots of adapters, r rank.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+MOST_ROWS = 16
+"""Each row reads the adapter by itself, so vLLM's tiles are faster beyond."""
+
+
+@functools.cache
+def _table(pointers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(pointers, dtype=torch.int64, device=device)
+
+
+@functools.cache
+def _widths(widths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int32 [S + 1]: where each slice begins, and where the last one ends."""
+    starts = [sum(widths[:at]) for at in range(len(widths) + 1)]
+    return torch.tensor(starts, dtype=torch.int32, device=device)
+
+
+def table_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Addresses, int64 [S], of tensors that live as long as the model."""
+    return _table(tuple(tensor.data_ptr() for tensor in tensors), tensors[0].device)
+
+
+def shrink(x_mi: torch.Tensor, a: Sequence[torch.Tensor], slot_m: torch.Tensor, scale: float) -> torch.Tensor:
+    """float32 [S, M, R]: scale · A x of each row, with A of the row's slot; of rows whose slot is none of L, anything.
+
+    `a`: a tensor [L, 1, R, I] for each slice, contiguous, in the dtype of `x_mi`. `slot_m`: integers.
+    """
+    rows, width = x_mi.shape
+    rank = a[0].shape[-2]
+    h_smr = torch.empty((len(a), rows, rank), dtype=torch.float32, device=x_mi.device)
+    at_once = 2 if rank % 2 == 0 else 1
+    _shrink[(rank // at_once, len(a), rows)](
+        x_mi, table_of(a), slot_m, h_smr, scale, x_mi.stride(0), width, rank, rows, len(a[0]),
+        at_once=at_once, span=min(2048, triton.next_power_of_2(width)), num_warps=4,
+    )  # fmt: skip
+    return h_smr
+
+
+@triton.jit
+def _shrink(  # type: ignore[no-untyped-def]
+    x, table, slots, h, scale, x_stride, width: tl.constexpr, rank: tl.constexpr, rows, count,
+    at_once: tl.constexpr, span: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(2)
+    slot = tl.load(slots + row).to(tl.int64)
+    if (slot < 0) | (slot >= count):  # rows that fill up a CUDA graph have any number
+        return
+    piece = tl.program_id(1)
+    ranks = tl.program_id(0) * at_once + tl.arange(0, at_once)
+    a = tl.load(table + piece).to(tl.pointer_type(x.dtype.element_ty)) + slot * rank * width
+    total = tl.zeros((at_once, span), tl.float32)
+    for start in range(0, width, span):
+        columns = start + tl.arange(0, span)
+        inside = columns < width
+        values = tl.load(x + row.to(tl.int64) * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        of_a = tl.load(a + ranks[:, None] * width + columns[None, :], mask=inside[None, :], other=0.0)
+        total += of_a.to(tl.float32) * values[None, :]
+    tl.store(h + (piece * rows + row) * rank + ranks, tl.sum(total, 1) * scale)
+
+
+def expand(
+    y_mo: torch.Tensor, h_smr: torch.Tensor, b: Sequence[torch.Tensor], widths: Sequence[int], slot_m: torch.Tensor
+) -> None:
+    """y += B h of each row, in place; rows whose slot is none of L stay. `b`: a tensor [L, 1, O of the slice, R] for
+    each slice, in the dtype of `y_mo`."""
+    rank, span = h_smr.shape[-1], 128
+    _expand[(triton.cdiv(max(widths), span), len(b), len(y_mo))](
+        y_mo, table_of(b), _widths(tuple(widths), y_mo.device), slot_m, h_smr, y_mo.stride(0), rank, len(y_mo),
+        len(b[0]), span=span, padded=triton.next_power_of_2(rank), num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _expand(  # type: ignore[no-untyped-def]
+    y, table, starts, slots, h, y_stride, rank: tl.constexpr, rows, count,
+    span: tl.constexpr, padded: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(2)
+    slot = tl.load(slots + row).to(tl.int64)
+    if (slot < 0) | (slot >= count):  # rows that fill up a CUDA graph have any number
+        return
+    piece = tl.program_id(1)
+    first = tl.load(starts + piece)
+    width = tl.load(starts + piece + 1) - first
+    outputs = tl.program_id(0) * span + tl.arange(0, span)
+    if tl.program_id(0) * span >= width:
+        return
+    ranks = tl.arange(0, padded)
+    inside = (outputs < width)[:, None] & (ranks < rank)[None, :]
+    b = tl.load(table + piece).to(tl.pointer_type(y.dtype.element_ty)) + slot * rank * width
+    of_b = tl.load(b + outputs[:, None] * rank + ranks[None, :], mask=inside, other=0.0).to(tl.float32)
+    of_h = tl.load(h + (piece * rows + row) * rank + ranks, mask=ranks < rank, other=0.0)
+    place = y + row.to(tl.int64) * y_stride + first + outputs
+    before = tl.load(place, mask=outputs < width, other=0.0).to(tl.float32)
+    found = before + tl.sum(of_b * of_h[None, :], 1)
+    tl.store(place, found.to(y.dtype.element_ty), mask=outputs < width)
+
+
+def one_row(
+    x_1i: torch.Tensor,
+    weight_oi: torch.Tensor,
+    h_s1r: torch.Tensor,
+    b: Sequence[torch.Tensor],
+    widths: Sequence[int],
+    slot_1: torch.Tensor,
+    span: int = 8,
+    reads: int = 1024,
+    warps: int = 4,
+) -> torch.Tensor:
+    """[1, O]: W x + B h, rounded once. The widths of slices are multiples of `span`."""
+    out, width = weight_oi.shape
+    y = torch.empty((1, out), dtype=x_1i.dtype, device=x_1i.device)
+    _one_row[(triton.cdiv(out, span),)](
+        x_1i, weight_oi, table_of(b), _widths(tuple(widths), x_1i.device), slot_1, h_s1r, y,
+        weight_oi.stride(0),
+        len(b[0]), width, out, h_s1r.shape[-1], slices=len(b), span=span,
+        reads=min(reads, triton.next_power_of_2(width)), padded=triton.next_power_of_2(h_s1r.shape[-1]),
+        num_warps=warps,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _one_row(  # type: ignore[no-untyped-def]
+    x, weight, table, starts, slots, h, y, stride, count, width: tl.constexpr, out: tl.constexpr, rank: tl.constexpr,
+    slices: tl.constexpr, span: tl.constexpr, reads: tl.constexpr, padded: tl.constexpr,
+):  # fmt: skip
+    outputs = tl.program_id(0) * span + tl.arange(0, span)
+    total = tl.zeros((span, reads), tl.float32)
+    for start in range(0, width, reads):
+        columns = start + tl.arange(0, reads)
+        values = tl.load(x + columns, mask=columns < width, other=0.0).to(tl.float32)
+        of_w = tl.load(
+            weight + outputs.to(tl.int64)[:, None] * stride + columns[None, :],
+            mask=(outputs < out)[:, None] & (columns < width)[None, :],
+            other=0.0,
+        )
+        total += of_w.to(tl.float32) * values[None, :]
+    found = tl.sum(total, 1)
+    slot = tl.load(slots).to(tl.int64)
+    if (slot >= 0) & (slot < count):
+        piece = 0
+        for at in tl.static_range(1, slices):
+            piece = tl.where(tl.load(starts + at) <= tl.program_id(0) * span, at, piece)
+        first = tl.load(starts + piece)
+        of_slice = tl.load(starts + piece + 1) - first
+        ranks = tl.arange(0, padded)
+        b = tl.load(table + piece).to(tl.pointer_type(x.dtype.element_ty)) + slot * rank * of_slice
+        of_b = tl.load(
+            b + (outputs - first)[:, None] * rank + ranks[None, :],
+            mask=(outputs < first + of_slice)[:, None] & (ranks < rank)[None, :],
+            other=0.0,
+        )
+        of_h = tl.load(h + piece * rank + ranks, mask=ranks < rank, other=0.0)
+        found += tl.sum(of_b.to(tl.float32) * of_h[None, :], 1)
+    tl.store(y + outputs, found.to(y.dtype.element_ty), mask=outputs < out)
