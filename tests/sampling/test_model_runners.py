@@ -168,13 +168,32 @@ def test_v2_asks_for_what_the_requests_in_its_slots_ask_for(monkeypatch: pytest.
 def test_a_runner_that_is_not_to_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(compat_vllm.MODEL_RUNNER, "2")
     with pytest.raises(UnsupportedError, match="expected 0 or 1, got '2'"):
-        compat_vllm.check_model_runner()
+        compat_vllm.choose_model_runner()
     monkeypatch.setenv(compat_vllm.MODEL_RUNNER, "1")
     monkeypatch.setattr(compat_vllm, "_distribution_version", lambda: (0, 26))
-    with pytest.raises(UnsupportedError, match=r"needs vLLM 0\.32, and 0\.26 is installed"):
-        compat_vllm.check_model_runner()
+    with pytest.raises(UnsupportedError, match=r"=1 needs vLLM 0\.32, and 0\.26 is installed; 0 samples with it"):
+        compat_vllm.choose_model_runner()
     monkeypatch.setenv(compat_vllm.MODEL_RUNNER, "0")
-    compat_vllm.check_model_runner()
+    compat_vllm.choose_model_runner()
+
+
+@pytest.mark.parametrize(
+    ("version", "on_cpu", "runner"), [((0, 26), False, "0"), ((0, 32), True, "0"), ((0, 32), False, "1")]
+)
+def test_v2_is_taken_where_it_is_known_and_fast(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], on_cpu: bool, runner: str
+) -> None:
+    """And what the user says holds."""
+    monkeypatch.setattr(compat_vllm, "_distribution_version", lambda: version)
+    monkeypatch.setattr(compat_vllm, "runs_on_cpu", lambda: on_cpu)
+    monkeypatch.delenv(compat_vllm.MODEL_RUNNER, raising=False)
+    assert compat_vllm.uses_v2() == (runner == "1")
+    compat_vllm.choose_model_runner()
+    assert os.environ[compat_vllm.MODEL_RUNNER] == runner
+    assert compat_vllm.uses_v2() == (runner == "1")
+    monkeypatch.setenv(compat_vllm.MODEL_RUNNER, "0")
+    compat_vllm.choose_model_runner()
+    assert not compat_vllm.uses_v2()
 
 
 def test_on_a_cpu_v2_has_to_be_started_with_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from tinker_local.backend.vllm_engine.compat_vllm import (
     BREAKABLE_GRAPHS,
     LORA_RANKS,
     MODEL_RUNNER,
-    check_model_runner,
+    choose_model_runner,
     cuda_graphs_work,
     default_dtype,
     forget_rotary_modules,
@@ -31,6 +31,7 @@ from tinker_local.backend.vllm_engine.compat_vllm import (
     runs_on_cpu,
     uses_v2,
     version,
+    why_not_v2,
 )
 from tinker_local.backend.vllm_engine.release_engine import kept_by_dynamo, workspaces_of_failures_left
 from tinker_local.backend.vllm_engine.sleep_mode import sleep_mode_is_free
@@ -93,8 +94,7 @@ def prepare_environment() -> None:
     UnsupportedError for a model runner that is not to be had.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # this process steps the engine
-    check_model_runner()
-    os.environ.setdefault(MODEL_RUNNER, "0")
+    choose_model_runner()
     if uses_v2() and runs_on_cpu():
         triton_on_cpu.interpret()
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -231,8 +231,9 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
                 import torch
 
                 torch.cuda.empty_cache()  # of its profile and warm-up; steps take again what they need
-            if uses_v2():
-                log.info("%s: sampled on vLLM's Model Runner V2, as %s=1 says", options.model, MODEL_RUNNER)
+            if not uses_v2():
+                why = f"V2 {why}" if (why := why_not_v2()) else f"{MODEL_RUNNER}=0"
+                log.info("%s: sampled on vLLM's older Model Runner V1 (%s)", options.model, why)
             engine.kept_by_dynamo = kept_by_dynamo() - kept_before
             patches.apply_to_engine(engine, events or patches.EngineEvents())
     return engine

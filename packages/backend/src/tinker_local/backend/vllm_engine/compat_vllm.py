@@ -69,22 +69,29 @@ def _distribution_version() -> tuple[int, int]:
     return 0, 0
 
 
-def check_model_runner() -> None:
-    """UnsupportedError if the environment asks for a model runner that the installed vLLM does not have, or has and is
-    not known here. Does not import vLLM."""
-    wanted = os.environ.get(MODEL_RUNNER, "0")
+def choose_model_runner() -> None:
+    """Set `MODEL_RUNNER` for this process, unless the user has. UnsupportedError if they ask for a runner that the
+    installed vLLM does not have, or has and is not known here. Does not import vLLM."""
+    wanted = os.environ.setdefault(MODEL_RUNNER, str(int(uses_v2())))
     if wanted not in ("0", "1"):
         raise UnsupportedError(f"{MODEL_RUNNER}: expected 0 or 1, got {wanted!r}")
+    if wanted == "1" and _distribution_version() < V2_SINCE:
+        raise UnsupportedError(f"{MODEL_RUNNER}=1 {why_not_v2()}; 0 samples with it")
+
+
+def why_not_v2() -> str:
+    """Why engines run on vLLM's Model Runner V1 unless they are told otherwise; empty if they do not."""
     found = _distribution_version()
-    if wanted == "1" and found < V2_SINCE:
+    if found < V2_SINCE:
         since, here = (".".join(map(str, numbers)) for numbers in (V2_SINCE, found))
-        raise UnsupportedError(f"{MODEL_RUNNER}=1 needs vLLM {since}, and {here} is installed; 0 samples with it")
+        return f"needs vLLM {since}, and {here} is installed"
+    return "needs a GPU: a CPU runs its kernels in Triton's interpreter alone" if runs_on_cpu() else ""
 
 
 def uses_v2() -> bool:
     """Whether engines of this process run on vLLM's Model Runner V2; one process has one runner, since vLLM reads the
     variable again and again."""
-    return os.environ.get(MODEL_RUNNER) == "1"
+    return os.environ[MODEL_RUNNER] == "1" if MODEL_RUNNER in os.environ else not why_not_v2()
 
 
 def runs_on_cpu() -> bool:
