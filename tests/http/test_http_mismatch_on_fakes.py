@@ -4,9 +4,11 @@ log; and how stale the weights are that sampled."""
 import itertools
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,7 +70,6 @@ def kl_of(log_ratio: Sequence[float]) -> float:
     return sum(math.exp(value) - 1 - value for value in log_ratio) / len(log_ratio)
 
 
-@pytest.mark.mutation("staleness-of-the-save", "TrainingRun.staleness", "self.steps - steps", "steps")
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "stable_reinforce"])
 @pytest.mark.parametrize("kind", ["nameless", "named"])
 async def test_steps_tell_the_distance_by_how_stale_the_sampler_is_on_fakes(api: Api, kind: str, loss_fn: str) -> None:
@@ -248,3 +249,44 @@ def test_a_client_may_send_any_finite_logprob_on_fakes(fake_server: Server) -> N
         found = run.optim_step(tinker.AdamParams()).result().metrics or {}
         assert all(math.isfinite(value) for value in found.values())
         assert found["mismatch/largest_ratio"] > 1e100
+
+
+def test_the_loops_with_truncated_ratios_are_what_their_page_says_on_fakes(fake_server: Server) -> None:
+    """The blocks of docs/losses.md: cispo is -min(r, 2) l A, and ppo gets advantages times min(r, 2)."""
+    page = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
+    cispo, loop = re.findall(r"```python\n(.*?)```", page[page.index("### Truncated ratios") :], re.DOTALL)[:2]
+    with client.ServiceClient(base_url=fake_server.url) as service:
+        run = service.create_lora_training_client(BASE, rank=4)
+        sampler = run.save_weights_and_get_sampling_client()
+        prompt, params = tinker.ModelInput.from_ints(PROMPT), tinker.SamplingParams(max_tokens=5, seed=1)
+        data: list[tinker.Datum] = []
+        for sequence in sampler.sample(prompt, 4, params).result().sequences:
+            tokens, before = list(sequence.tokens), len(PROMPT) - 1
+            sent = np.array(sequence.logprobs, np.float32) + np.linspace(-1.5, 0.5, len(tokens), dtype=np.float32)
+            inputs = {
+                "target_tokens": np.array([*PROMPT[1:], *tokens]),
+                "logprobs": np.concatenate([np.zeros(before, np.float32), sent]),
+                "advantages": np.array([0.0] * before + [2.0 - len(data)] * len(tokens), np.float32),
+            }
+            given = tinker.ModelInput.from_ints([*PROMPT, *tokens[:-1]])
+            data.append(tinker.Datum(model_input=given, loss_fn_inputs=inputs))
+        names: dict[str, Any] = {"run": run, "data": data}
+        output = eval(cispo, names).result()
+        wanted = 0.0
+        for datum, found in zip(data, output.loss_fn_outputs, strict=True):
+            trained = found["logprobs"].to_numpy().astype(float)
+            advantages, sent = (datum.loss_fn_inputs[name].to_numpy() for name in ("advantages", "logprobs"))
+            wanted -= float((np.minimum(np.exp(trained - sent), 2) * trained * advantages).sum())
+        assert output.metrics["loss:sum"] == pytest.approx(wanted, rel=1e-5)
+        run.optim_step(tinker.AdamParams(learning_rate=0.0)).result()
+        exec(loop, names)
+        cut = 0
+        for datum, found, changed in zip(data, output.loss_fn_outputs, names["batch"], strict=True):
+            advantages, sent = (datum.loss_fn_inputs[name].to_numpy() for name in ("advantages", "logprobs"))
+            ratio = np.exp(found["logprobs"].to_numpy() - sent)
+            cut += int(((ratio > 2) & (advantages != 0)).sum())
+            np.testing.assert_allclose(
+                changed.loss_fn_inputs["advantages"].to_numpy(), advantages * np.minimum(ratio, 2), rtol=1e-5
+            )
+        assert cut > 3
+        assert names["step"].result().metrics["mismatch/kl"] < 1e-6, "the trainer and itself"

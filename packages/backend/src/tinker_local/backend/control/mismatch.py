@@ -280,4 +280,4 @@ _FIRST, _TIMES = 10, 3.0
 """Steps that say what is usual, and how many times as far is worth a line in the log."""
 
 _NOISE = 1e-5
-"""Nats per token below which nothing is worth a line: as far as ratios of 1 ± 0.0045 are, which rounding explains."""
+"""Nats per token. Below it no step is worth a line: ratios are 1 ± 0.0045 there, which rounding explains."""
