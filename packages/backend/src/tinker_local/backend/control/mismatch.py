@@ -122,12 +122,16 @@ def measure(
     less_1 = np.expm1(log_ratio)  # r - 1, with all digits where r is near 1
     parts, beyond = less_1 - log_ratio, np.abs(less_1) > NEAR
     starts = np.cumsum(lengths) - lengths
-    found = {ALL: Distance(len(at), float(parts.sum()), int(beyond.sum()), float(less_1.max()) + 1)}
-    for names, group in (
-        (CONTEXTS, _after_image(data, starts, lengths)[at].astype(np.int64)),
-        (TURNS, _turns(counted, spans, starts, lengths)[at]),
-        (STALENESS, _staleness(spans, staleness, starts, int(lengths.sum()))[at]),
-    ):
+    whole = Distance(len(at), float(parts.sum()), int(beyond.sum()), float(less_1.max()) + 1)
+    found = {ALL: whole, CONTEXTS[0]: whole, STALENESS[_UNKNOWN]: whole}
+    divided: list[tuple[Sequence[str], Int64Array]] = [(TURNS, _turns(counted, spans, starts, lengths)[at])]
+    if any(datum.input.images for datum in data):
+        del found[CONTEXTS[0]]
+        divided.append((CONTEXTS, _after_image(data, starts, lengths)[at].astype(np.int64)))
+    if any(span.version in staleness for of_datum in spans for span in of_datum or ()):
+        del found[STALENESS[_UNKNOWN]]
+        divided.append((STALENESS, _staleness(spans, staleness, starts, int(lengths.sum()))[at]))
+    for names, group in divided:
         found |= _by_group(names, group, less_1, parts, beyond)
     return found
 
