@@ -1,6 +1,7 @@
 """How far sampler and trainer are apart: in results, in the curve, at `/metrics`, in `tinker-local status` and in the
 log; and how stale the weights are that sampled."""
 
+import asyncio
 import itertools
 import json
 import math
@@ -290,3 +291,51 @@ def test_the_loops_with_truncated_ratios_are_what_their_page_says_on_fakes(fake_
             )
         assert cut > 3
         assert names["step"].result().metrics["mismatch/kl"] < 1e-6, "the trainer and itself"
+
+
+@pytest.mark.more
+def test_the_cookbooks_step_and_logger_have_the_distance_on_fakes(fake_server: Server, tmp_path: Path) -> None:
+    """Beside what the cookbook computes of it: k1, and k2, which is k3 where both nearly agree."""
+    from tinker_cookbook.rl.metrics import compute_kl_sample_train
+    from tinker_cookbook.rl.train import train_step
+    from tinker_cookbook.utils.ml_log import JsonLogger
+
+    with client.ServiceClient(base_url=fake_server.url) as service:
+        run: Any = service.create_lora_training_client(BASE, rank=4)
+        sampler = run.save_weights_and_get_sampling_client()
+        prompt, params = tinker.ModelInput.from_ints(PROMPT), tinker.SamplingParams(max_tokens=6, seed=1)
+        data = []
+        for at, sequence in enumerate(sampler.sample(prompt, 8, params).result().sequences):
+            tokens, before, name = list(sequence.tokens), len(PROMPT) - 1, sequence.sequence_id
+            mask = np.array([0.0] * before + [1.0] * len(tokens), np.float32)
+            inputs = {
+                "target_tokens": np.array([*PROMPT[1:], *tokens]),
+                "logprobs": np.array([0.0] * before + list(sequence.logprobs), np.float32),
+                "advantages": mask * (-1) ** at,
+                "mask": mask,
+            }
+            given = tinker.ModelInput.from_ints([*PROMPT, *tokens[:-1]])
+            datum = tinker.Datum(model_input=given, loss_fn_inputs=inputs)
+            of_prompt, of_tokens = tinker.PromptProvenanceSpan, tinker.SampledProvenanceSpan
+            data.append(
+                datum.with_provenance(
+                    model_input=[
+                        of_prompt(sequence_id=name, length=len(PROMPT)),
+                        of_tokens(sequence_id=name, length=len(tokens) - 1),
+                    ],
+                    loss_fn_inputs=[
+                        of_prompt(sequence_id=name, offset=1, length=before),
+                        of_tokens(sequence_id=name, length=len(tokens)),
+                    ],
+                )
+            )
+        logger = JsonLogger(tmp_path)
+        for step in range(2):
+            metrics: dict[str, Any] = {}
+            trained = asyncio.run(train_step(data, run, 1e-3, 1, "importance_sampling", metrics=metrics))
+            logger.log_metrics({**metrics, **compute_kl_sample_train(data, trained)}, step)
+    first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first["mismatch/tokens/staleness_0"] == second["mismatch/tokens/staleness_1"] > 8
+    assert 0 < second["mismatch/kl"] < 1e-2
+    assert second["mismatch/kl"] == pytest.approx(second["optim/kl_sample_train_v2"], rel=0.1)
+    assert first["mismatch/kl"] < second["mismatch/kl"] / 100
