@@ -347,6 +347,50 @@ def test_a_hundred_thousand_steps_are_drawn_with_their_peak_on_fakes(
     service.close("success").result()
 
 
+def test_the_distance_of_the_sampler_is_a_line_for_each_group_of_tokens_on_fakes(
+    browser: Browser, fake_server: Server, trained: tuple[client.ServiceClient, str, str]
+) -> None:
+    service = client.ServiceClient(base_url=fake_server.url)
+    run = service.create_lora_training_client("fake/bigram", rank=1).result().get_info().model_id
+    (known,) = (fake_server.data_dir).rglob(f"{trained[1].replace(':', '%3A')}.jsonl")
+
+    def step(number: int, **groups: float) -> str:
+        mismatch = {
+            name: {"kl": kl, "largest_ratio": 1 + kl, "beyond_share": 0.5, "tokens": 8} for name, kl in groups.items()
+        }
+        line = {"time": float(number), "step": number, "tokens": 8 * number, "loss": 1.0, "mismatch": mismatch}
+        return f"{json.dumps(line)}\n"
+
+    lines = step(1, all=0.125), step(2, all=0.25, staleness_0=0.125, staleness_3_on=0.375)
+    (known.parent / f"{run.replace(':', '%3A')}.jsonl").write_text("".join(lines))
+    browser.open(f"{fake_server.url}/#run={run}")
+    browser.until("document.querySelectorAll('figure').length === 5")
+    titles = browser.js("[...document.querySelectorAll('figcaption')].map((node) => node.textContent)")
+    assert titles == [
+        "loss",
+        "trained tokens/s",
+        "KL(sampler, trainer), nats/token",
+        "largest ratio, trainer to sampler",
+        "share of ratios beyond 1 ± 0.2",
+    ]
+    legend = "[...document.querySelectorAll('figure')[2].querySelectorAll('li')].map((node) => node.textContent)"
+    assert browser.js(legend) == [
+        "all: 0.25 at step 2",
+        "newest weights: 0.125 at step 2",
+        "3 steps old or more: 0.375 at step 2",
+    ]
+    assert browser.js("document.querySelectorAll('figure')[2].querySelectorAll('polyline').length") == 1
+    assert browser.js("document.querySelectorAll('figure')[2].querySelectorAll('circle').length") >= 2
+    browser.open(f"{fake_server.url}/#run={trained[1]}&run={run}")
+    browser.until("document.querySelectorAll('figcaption').length > 7")
+    alone = "[...document.querySelectorAll('figure')].find((node) => node.textContent.startsWith('KL('))"
+    assert browser.js(f"{alone}.querySelectorAll('polyline, circle.dot').length") == 1, (
+        "of several runs only all tokens"
+    )
+    stayed_here(browser, fake_server.url)
+    service.close("success").result()
+
+
 def test_watched_logs_are_curves_beside_their_run_and_their_names_are_texts_on_fakes(
     browser: Browser, tmp_path: Path
 ) -> None:

@@ -161,7 +161,7 @@ def test_data_that_do_not_fit_their_records_are_refused_with_the_numbers_on_fake
 
 @pytest.mark.mutation(
     "records-for-everybody",
-    "RecordedSamples.find",
+    "RecordedSamples.known",
     "records = self._sessions.get(session_id)",
     "records = next(iter(self._sessions.values()), None)",
 )

@@ -214,7 +214,9 @@ def test_each_loss_is_its_formula_and_its_gradient_that_of_a_custom_loss_on_fake
             for sign in (1, -1)
         )
         weights.append(torch.tensor(np.subtract(below, above) / 2e-6))
+    beside = {name: result.metrics.pop(name) for name in list(result.metrics) if name.startswith("mismatch/")}
     assert result.metrics == {"loss:sum": pytest.approx(total, rel=1e-5)}
+    assert bool(beside) == ("logprobs" in LOSSES[loss_fn].inputs)
 
     def surrogate(_: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         return -sum((w * own).sum() for w, own in zip(weights, logprobs, strict=True)), {}

@@ -112,6 +112,9 @@ PARSING = Threads("parse", 2)
 ENCODING = Threads("encode", 2)
 """Results into public types and protobuf."""
 
+MEASURING = Threads("measure", 1)
+"""How far results of the trainer are from the sampler: a few milliseconds, for which an optimizer step may wait."""
+
 RENDERING = Threads("render", 2)
 """Prompts of samples that are text alone."""
 

@@ -36,7 +36,8 @@ def shown(now: dict[str, Any], before: dict[str, Any] | None, width: int) -> "Re
     from rich.console import Group
     from rich.text import Text
 
-    parts: list[Any] = [_table(now) if width >= WIDE and now["runs"] else _lines(now)]
+    wide = WIDE + (FOR_KL if any(_all_tokens(run) for run in now["runs"]) else 0)
+    parts: list[Any] = [_table(now) if width >= wide and now["runs"] else _lines(now)]
     if "seconds_up" in now:
         for at, model in enumerate(now["models"]):
             old = before["models"][at] if before is not None and len(before["models"]) > at else None
@@ -55,6 +56,9 @@ def shown(now: dict[str, Any], before: dict[str, Any] | None, width: int) -> "Re
 WIDE = 130
 """Columns of a terminal in which a row of the table fits."""
 
+FOR_KL = 10
+"""Columns more for the distance of the sampler, which runs on sampled tokens have."""
+
 
 def _table(now: dict[str, Any]) -> "RenderableType":
     """The runs, a row each."""
@@ -67,12 +71,14 @@ def _table(now: dict[str, Any]) -> "RenderableType":
     named = ("base_model", "owner") if _several_owners(now) else ("base_model",)
     for column in named:
         runs.add_column(column.replace("base_", ""), no_wrap=True, min_width=8)
-    for column in ("rank", "steps", "unsaved", "tokens", "loss", "norm", "rate", "last", "queue"):
+    apart = ["KL"] if any(_all_tokens(run) for run in now["runs"]) else []
+    for column in ("rank", "steps", "unsaved", "tokens", "loss", "norm", "rate", *apart, "last", "queue"):
         runs.add_column(column, justify="right", no_wrap=True)
     for run in now["runs"]:
         last = run["last"] or {}
         counts = [f"{run[name]:,}" for name in ("lora_rank", "steps", "unsaved_steps", "tokens")]
         numbers = [_number(last.get(name)) for name in ("loss", "gradient_norm", "learning_rate")]
+        numbers += [_number(_all_tokens(run).get("kl")) for _ in apart]
         names = [escape(str(run[name])) for name in ("training_run_id", *named)]
         runs.add_row(*names, *counts, *numbers, _ago(now, last), str(run["queued"]))
     return runs
@@ -94,11 +100,19 @@ def _lines(now: dict[str, Any]) -> "RenderableType":
         for words, name in (("loss", "loss"), ("norm", "gradient_norm"), ("rate", "learning_rate")):
             if last.get(name) is not None:
                 facts.append(f"{words} {_number(last[name])}")
+        if found := _all_tokens(run):
+            facts.append(f"KL {_number(found['kl'])} (ratios up to {_number(found['largest_ratio'])})")
         facts += [f"{_ago(now, last)} ago"] if last else []
         facts += [f"{run['queued']} queued"] if run["queued"] else []
         text.append(f"  {', '.join(facts)}\n")
     text.rstrip()
     return text
+
+
+def _all_tokens(run: dict[str, Any]) -> dict[str, float]:
+    """How far the sampler of a run is from its trainer, over all sampled tokens of the last step; empty without any."""
+    mismatch: dict[str, dict[str, float]] = (run["last"] or {}).get("mismatch") or {}
+    return mismatch.get("all", {})
 
 
 def _several_owners(now: dict[str, Any]) -> bool:
@@ -184,7 +198,8 @@ def status(url: str, api_key: str, once: bool, check_weights: bool) -> None:
     """Show the training runs of a server and how busy it is, again every two seconds until Ctrl-C.
 
     Of each run: its optimizer steps and those that no checkpoint has, the tokens trained on, loss and gradient norm of
-    the last step, its learning rate, how long ago it was, and the requests that wait.
+    the last step, its learning rate, how long ago it was, and the requests that wait. Of a run that trains on sampled
+    tokens also KL(sampler, trainer) in nats per token.
     """
     from rich.console import Console
     from rich.live import Live

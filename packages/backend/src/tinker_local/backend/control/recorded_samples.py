@@ -40,8 +40,10 @@ class RecordedSamples:
         """Of all records."""
         return sum(records.bytes for records in list(self._sessions.values()))
 
-    def add(self, session_id: str, sequences: Sequence[SampledSequence], prompt_length: int) -> None:
-        """Record the sequences of one sample, which have ids and logprobs."""
+    def add(
+        self, session_id: str, sequences: Sequence[SampledSequence], prompt_length: int, version: str | None = None
+    ) -> None:
+        """Record the sequences of one sample, which have ids and logprobs. `version`: the weights that drew them."""
         now = self._clock()
         with self._changing:
             records = self._sessions.setdefault(session_id, _Records())
@@ -49,7 +51,10 @@ class RecordedSamples:
                 assert sequence.sequence_id is not None
                 assert sequence.logprobs is not None
                 record = RecordedSequence(
-                    np.array(sequence.tokens, np.int32), np.array(sequence.logprobs, np.float32), prompt_length
+                    np.array(sequence.tokens, np.int32),
+                    np.array(sequence.logprobs, np.float32),
+                    prompt_length,
+                    version,
                 )
                 records.add(sequence.sequence_id, record, now)
             for each in self._sessions.values():
@@ -64,12 +69,16 @@ class RecordedSamples:
         with self._changing:
             self._sessions.pop(session_id, None)
 
-    def find(self, session_id: str, sequence_id: str) -> RecordedSequence:
-        """A record, for a training run of this session; InvalidRequestError if there is none."""
+    def known(self, session_id: str, sequence_id: str) -> RecordedSequence | None:
+        """A record, for a training run of this session, if there is one."""
         now = self._clock()
         with self._changing:
             records = self._sessions.get(session_id)
-            record = None if records is None else records.use(sequence_id, now, now - LIFETIME)
+            return None if records is None else records.use(sequence_id, now, now - LIFETIME)
+
+    def find(self, session_id: str, sequence_id: str) -> RecordedSequence:
+        """A record, for a training run of this session; InvalidRequestError if there is none."""
+        record = self.known(session_id, sequence_id)
         if record is None:
             raise InvalidRequestError(
                 f"sequence_id: {sequence_id!r} is not recorded in this run's session. Records are made of samples with "

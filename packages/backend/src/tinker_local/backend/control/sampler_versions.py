@@ -18,10 +18,15 @@ class SamplerVersions:
         self._folders = folders
         self._base_models = models
 
+    @staticmethod
+    def name_of(record: CheckpointRecord) -> str:
+        """Of a checkpoint's version; one that was saved again under the same name is another version."""
+        return f"{record.tinker_path}@{record.created_at.isoformat()}"
+
     def named(self, record: CheckpointRecord, *, just_written: bool = False) -> AdapterVersion:
-        """Of a checkpoint; one that was saved again under the same name is another version."""
-        name = f"{record.tinker_path}@{record.created_at.isoformat()}"
-        return AdapterVersion(name, self._store.checkpoint_folder(record), just_written=just_written)
+        """Of a checkpoint."""
+        folder = self._store.checkpoint_folder(record)
+        return AdapterVersion(self.name_of(record), folder, just_written=just_written)
 
     def ephemeral(self, name: str) -> AdapterVersion:
         """The version that was published as `name`; NotFoundError if there is none."""

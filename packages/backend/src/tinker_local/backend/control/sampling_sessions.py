@@ -494,7 +494,7 @@ class Sampling:
         operation.timeline.note(sampled_tokens=sampled_tokens(output))
         output = with_ids(output if besides.drawn is None else without_logprobs(output), operation.request_id)
         if request.record_stability_info:
-            self.recorded.add(session_id, output.sequences, prompt.length)
+            self.recorded.add(session_id, output.sequences, prompt.length, self._version_name(session))
         return output
 
     async def read(self, session: SamplingSession, prompt: ModelInput) -> ReadPrompt:
@@ -509,6 +509,20 @@ class Sampling:
         if session.ephemeral is not None:
             return self._versions.ephemeral(session.ephemeral.name)
         return None if session.checkpoint is None else self._versions.named(session.checkpoint)
+
+    def _version_name(self, session: SamplingSession) -> str | None:
+        """Of the version that `session` samples from, also when that is gone; None for a base model."""
+        if session.ephemeral is not None:
+            return session.ephemeral.name
+        return None if session.checkpoint is None else self._versions.name_of(session.checkpoint)
+
+    def version_of(self, session_id: str, sequence_id: str) -> str | None:
+        """The version that drew a sequence, for a run of this session: by its record, if there is one, and else by the
+        sampling session that its id names. None: the base model, or unknown. May be called from any thread."""
+        if (record := self.recorded.known(session_id, sequence_id)) is not None:
+            return record.version
+        session = self._open.get(owner_of(owner_of(sequence_id)))
+        return None if session is None or session.record.session_id != session_id else self._version_name(session)
 
     def state_of(self, operation: Operation[Any]) -> QueueState:
         """What an unfinished sample waits for."""

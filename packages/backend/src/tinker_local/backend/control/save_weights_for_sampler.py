@@ -72,12 +72,12 @@ class SaveWeightsForSampler:
             await asyncio.wait((captured, expected), return_when=asyncio.FIRST_COMPLETED)
             if not captured.done():
                 await expected  # raises
-            state = captured.result()
+            state, steps = captured.result(), model.steps
             if request.path is None:
-                publish = self._publish_ephemeral(model, operation, request, state, expected)
+                publish = self._publish_ephemeral(model, operation, request, state, steps, expected)
             else:
                 record = model.checkpoint("sampler_weights", request.path, request.ttl_seconds, request.user_metadata)
-                publish = self._publish_named(model, operation, record, state, expected)
+                publish = self._publish_named(model, operation, record, state, steps, expected)
             model.beside(operation, publish)
             await asyncio.wait((expected,))  # the run continues once the trainer has finished
 
@@ -104,10 +104,12 @@ class SaveWeightsForSampler:
         operation: Operation[dict[str, Any]],
         record: CheckpointRecord,
         state: AdapterState,
+        steps: int,
         expected: Expected,
     ) -> None:
         written = await DISK.run(self._store.write_checkpoint, record, state, overwrite=False)
         version = self._versions.named(written, just_written=True)
+        model.saved_for_sampler(version.name, steps)
         operation.timeline.enter("loading")
         try:
             await self._load_and_verify(model.base, version, state, expected)
@@ -123,11 +125,13 @@ class SaveWeightsForSampler:
         operation: Operation[dict[str, Any]],
         request: SaveWeightsForSamplerRequest,
         state: AdapterState,
+        steps: int,
         expected: Expected,
     ) -> None:
         self._count += 1
         name = f"{model.model_id}/{request.seq_id}#{self._count}"
         await self._folders.publish(name, state)
+        model.saved_for_sampler(name, steps)
         operation.timeline.enter("loading")
         try:
             await self._load_and_verify(model.base, self._versions.ephemeral(name), state, expected)

@@ -3,14 +3,22 @@
 import logging
 import math
 import time
-from collections.abc import Generator, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from functools import cache, partial
 from numbers import Real
 from typing import Any
 
 from tinker_local.backend.control.checkpoint_lifetime import check_ttl
 from tinker_local.backend.control.exports import Exports
 from tinker_local.backend.control.load_weights import LoadWeights
+from tinker_local.backend.control.mismatch import (
+    Mismatch,
+    SampledSpan,
+    measure,
+    request_metrics,
+    sampled_spans,
+    step_metrics,
+)
 from tinker_local.backend.control.recorded_samples import RecordedSamples
 from tinker_local.backend.control.save_weights_for_sampler import SaveWeightsForSampler
 from tinker_local.backend.control.sessions import check_user_metadata
@@ -23,7 +31,7 @@ from tinker_local.backend.scheduling.run_queue import Bounds, GradientCommand, S
 from tinker_local.backend.storage.curves import Curves
 from tinker_local.backend.storage.names import AUTOSAVE, check_checkpoint_name
 from tinker_local.backend.storage.store import Store
-from tinker_local.backend.threads import DISK, IMAGE_THREADS, PREPARING, PREPARING_IMAGES
+from tinker_local.backend.threads import DISK, IMAGE_THREADS, MEASURING, PREPARING, PREPARING_IMAGES
 from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss import Loss, make_train_datum
 from tinker_local.backend.training.losses.recorded import FindRecord
@@ -49,6 +57,9 @@ from tinker_local.types import (
 
 log = logging.getLogger(__name__)
 
+VersionOf = Callable[[str, str], str | None]
+"""The sampler version that drew a sequence, by the session and the sequence's id; None: unknown."""
+
 Steps = Generator[bool | None, None, TrainWork]
 """The steps to a prepared request. Each yields whether the next one renders images."""
 
@@ -70,6 +81,7 @@ class Training:
         exports: Exports,
         curves: Curves,
         recorded: RecordedSamples,
+        version_of: VersionOf,
         *,
         strict_losses: bool,
     ) -> None:
@@ -81,6 +93,7 @@ class Training:
         self._exports = exports
         self._curves = curves
         self._recorded = recorded
+        self._version_of = version_of
         self._strict_losses = strict_losses
         self._image_turns = ImageTurns(IMAGE_THREADS)
         self._bounds = Bounds(quotas)
@@ -119,7 +132,9 @@ class Training:
         base = model.base
 
         find_record = partial(self._recorded.find, model.record.session_id)
-        work_steps = prepare_work(base, model_id, decoding, find_record, strict_losses=self._strict_losses)
+        spans: list[list[SampledSpan] | None] = []
+        noted = noting_spans(decoding, partial(self._version_of, model.record.session_id), spans)
+        work_steps = prepare_work(base, model_id, noted, find_record, strict_losses=self._strict_losses)
         steps, total_weight = in_stage(operation.timeline, work_steps), 0.0
 
         async def prepare() -> TrainWork:
@@ -134,13 +149,21 @@ class Training:
             operation.timeline.note(datums=len(work.data), tokens=positions(work.data), images=images)
             return work
 
-        def ran(work: TrainWork, result: TrainResult, positions: int) -> None:
+        def ran(work: TrainWork, result: TrainResult, positions: int) -> Awaitable[Mapping[str, float]] | None:
             if work.backward:
                 model.progress.tokens += positions
                 model.progress.total_weight += total_weight
                 loss = result.metrics.get("loss:sum")
                 # One that is not a number fails when the result is delivered; here it would stop the scheduler.
                 model.progress.loss_sum += loss if isinstance(loss, Real) else math.nan
+            used = loss_of(work.loss_fn)
+            if not used.reads_sampler:
+                return None
+            staleness, vocab_size = model.staleness(), base.engines.trainer.vocab_size
+            measured = MEASURING.run(measure, used, work.data, result, spans, staleness, vocab_size)
+            if work.backward:
+                model.progress.measured.append(measured)
+            return _request_metrics(measured)
 
         command = GradientCommand(operation, prepare, size, ran=ran, began=began)
         if (reason := self._bounds.too_large(model.queue, seq_id, size)) is not None:
@@ -187,11 +210,15 @@ class Training:
                 model.queue.forget_gradient()
                 raise
             model.stepped()
+            mismatch = await model.progress.mismatch()
             rate = getattr(params, "learning_rate", None)
-            self._curves.add_step(model.model_id, model.progress.stepped(model.steps, rate, metrics))
+            point = model.progress.stepped(model.steps, rate, metrics, mismatch)
+            self._curves.add_step(model.model_id, point.line())
             model.queue.forget_gradient()
             model.base.counts.optimizer_steps += 1
-            operation.succeed(OptimStepOutput(metrics=metrics))
+            if (notice := model.progress.notice(mismatch)) is not None:
+                log.warning("run %s: %s", model.model_id, notice)
+            operation.succeed(OptimStepOutput(metrics={**metrics, **step_metrics(mismatch)}))
 
         return await self._in_order("optim_step", request.model_id, request.seq_id, run)
 
@@ -295,6 +322,10 @@ class Training:
             raise
 
 
+async def _request_metrics(measured: Awaitable[Mismatch]) -> Mapping[str, float]:
+    return request_metrics(await measured)
+
+
 async def _fail(error: ApiError) -> TrainWork:
     """The preparation of a request that can never run."""
     raise error
@@ -343,6 +374,23 @@ def in_stage(timeline: Timeline, steps: Steps) -> Steps:
 def _decoded(request: ForwardBackwardRequest) -> Generator[None, None, ForwardBackwardRequest]:
     """The steps to a request that needs no decoding."""
     yield
+    return request
+
+
+def noting_spans(
+    decoding: Generator[None, None, ForwardBackwardRequest],
+    version_of: Callable[[str], str | None],
+    found: list[list[SampledSpan] | None],
+) -> Generator[None, None, ForwardBackwardRequest]:
+    """The steps of `decoding`; then `found` has the sampled spans of each datum. None: it has no spans."""
+    request = yield from decoding
+    known = cache(version_of)
+    for datum in request.data:
+        if datum.loss_fn_input_spans is None:
+            found.append(None)
+            continue
+        yield
+        found.append(sampled_spans(datum.loss_fn_input_spans, known))
     return request
 
 

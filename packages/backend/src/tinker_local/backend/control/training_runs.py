@@ -47,6 +47,9 @@ from tinker_local.types import (
 
 T = TypeVar("T")
 
+KEPT_VERSIONS = 1024
+"""Sampler versions of a run whose staleness is known: far more than a program samples from at once."""
+
 FINISH_SECONDS = 60.0
 """How long the end of a session or server waits for saves in progress: longer than a working disk takes."""
 
@@ -72,6 +75,7 @@ class TrainingRun:
     source_optimizer: its optimizer is that of `source`.
     progress: what it has done.
     began_on: in what the base was on which its first weights were trained, if in another precision than here.
+    saved_versions: after how many steps each of its newest sampler versions was saved, by the version's name.
     told_losses: those of which the log has said that their definition is this project's.
     captures: tasks that write or publish what was captured of it.
     """
@@ -98,6 +102,7 @@ class TrainingRun:
     imported: bool = False
     progress: RunProgress = field(default_factory=RunProgress)
     began_on: str | None = None
+    saved_versions: dict[str, int] = field(default_factory=dict)
     told_losses: set[str] = field(default_factory=set)
     captures: set[asyncio.Task[Any]] = field(default_factory=set)
 
@@ -119,6 +124,16 @@ class TrainingRun:
         """The trainer took an optimizer step."""
         self.steps += 1
         self.stepped_at = time.monotonic()
+
+    def saved_for_sampler(self, version: str, steps: int) -> None:
+        """A sampler version has the weights after `steps`."""
+        self.saved_versions[version] = steps
+        while len(self.saved_versions) > KEPT_VERSIONS:
+            del self.saved_versions[next(iter(self.saved_versions))]
+
+    def staleness(self) -> dict[str, int]:
+        """Optimizer steps since each sampler version was saved, by its name."""
+        return {version: self.steps - steps for version, steps in self.saved_versions.items()}
 
     def would_lose(self) -> str | None:
         """What of it only the trainer has, in words; None if nothing."""

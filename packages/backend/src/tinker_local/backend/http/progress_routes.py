@@ -101,7 +101,7 @@ def run_json(run: TrainingRun, ephemeral: Sequence[EphemeralVersion]) -> dict[st
         "steps": run.steps,
         "unsaved_steps": run.unsaved_steps,
         "tokens": run.progress.tokens,
-        "last": None if last is None else asdict(last),
+        "last": None if last is None else last.line(),
         "queued": run.queue.load.commands,
         "ephemeral_versions": [
             {"sampler_id": each.sampler_id, "size_bytes": each.size, "samples": each.samples}

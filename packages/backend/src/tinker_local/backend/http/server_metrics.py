@@ -58,7 +58,23 @@ def _of_runs(name: str) -> Callable[[ControlPlane], Values]:
     return values
 
 
+def _of_groups(measure: str) -> Callable[[ControlPlane], Values]:
+    """One of `mismatch.MEASURES` in each group of tokens, of the newest step of each live run that has it."""
+
+    def values(backend: ControlPlane) -> Values:
+        last = {(run.model_id, run.owner): run.progress.last for run in backend.runs.all_live()}
+        return {
+            (*key, group): found[measure]
+            for key, point in last.items()
+            if point is not None and point.mismatch is not None
+            for group, found in point.mismatch.items()
+        }
+
+    return values
+
+
 RUN = ("run", "owner")
+GROUP = (*RUN, "group")
 
 SERVER_METRICS = (
     ServerMetric(
@@ -123,6 +139,34 @@ SERVER_METRICS = (
         "Learning rate of that step.",
         RUN,
         _of_runs("learning_rate"),
+    ),
+    ServerMetric(
+        GaugeMetricFamily,
+        "tinker_local_run_mismatch_kl",
+        "KL(sampler, trainer) of that step in nats per token: of all sampled tokens, and by group.",
+        GROUP,
+        _of_groups("kl"),
+    ),
+    ServerMetric(
+        GaugeMetricFamily,
+        "tinker_local_run_mismatch_largest_ratio",
+        "Largest ratio of the trainer's probability of a token to the sampler's.",
+        GROUP,
+        _of_groups("largest_ratio"),
+    ),
+    ServerMetric(
+        GaugeMetricFamily,
+        "tinker_local_run_mismatch_beyond_share",
+        "Share of tokens, 0 to 1, whose ratio is beyond 1 ± 0.2.",
+        GROUP,
+        _of_groups("beyond_share"),
+    ),
+    ServerMetric(
+        GaugeMetricFamily,
+        "tinker_local_run_mismatch_tokens",
+        "Sampled tokens that these are of.",
+        GROUP,
+        _of_groups("tokens"),
     ),
     ServerMetric(
         GaugeMetricFamily,

@@ -3,7 +3,8 @@
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -260,9 +261,9 @@ class TrainScheduler:
                 command.queue.fail(command, result)
             else:
                 self.trained_tokens += command.positions if work.backward else 0
-                command.ran(work, result, command.positions)
+                further = command.ran(work, result, command.positions)
                 command.queue.added(work)
-                task = asyncio.create_task(self._deliver(command, result))
+                task = asyncio.create_task(self._deliver(command, result, further))
                 self._deliveries.add(task)
                 task.add_done_callback(self._deliveries.discard)
 
@@ -282,12 +283,17 @@ class TrainScheduler:
         self._wait_until = until if expected and self._loop.time() < until else None
         return self._wait_until is not None
 
-    async def _deliver(self, command: GradientCommand, result: TrainResult) -> None:
-        """Convert a result to public types in a thread (a thousand datums take a while) while the trainer continues."""
+    async def _deliver(
+        self, command: GradientCommand, result: TrainResult, further: Awaitable[Mapping[str, float]] | None
+    ) -> None:
+        """Convert a result to public types in a thread (a thousand datums take a while) while the trainer continues.
+        `further`: metrics beside those of the result."""
         command.operation.timeline.enter("finishing")
         try:
             size = sum(array.nbytes + OBJECT_BYTES for output in result.outputs for array in output.values())
             form = WireForm(encode_forward_backward_output, decode_forward_backward_output)
+            if further is not None:
+                result = replace(result, metrics={**result.metrics, **await further})
             command.operation.succeed(await ENCODING.run(to_output, result), size, form)
         except Exception as error:
             log.exception("%s failed", command.operation.request_id)

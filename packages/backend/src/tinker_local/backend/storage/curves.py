@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -43,9 +43,9 @@ class Curves:
         self._folder = folder
         self._warned = -WARNING_SECONDS
 
-    def add_step(self, run_id: str, point: Any) -> None:
-        """Record an optimizer step, a dataclass with a `time`."""
-        CURVES.run(self._append, run_id, asdict(point))
+    def add_step(self, run_id: str, point: Mapping[str, Any]) -> None:
+        """Record an optimizer step, the fields of a `Point`."""
+        CURVES.run(self._append, run_id, point)
 
     def add_metrics(self, run_id: str, step: int | None, metrics: Mapping[str, float]) -> "asyncio.Future[bool]":
         """Record numbers that a program gives; whether there was room."""

@@ -7,7 +7,7 @@ import { CheckpointTable } from "./checkpoints.js";
 import { Table, h, setText, show } from "./dom.js";
 import { baseOf, bytes, duration, integer, moment, number, owner } from "./format.js";
 import { Poll } from "./polling.js";
-import { BUILT_IN, Curve, titleOf } from "./series.js";
+import { BUILT_IN, Curve, GROUPS, isOfGroup, ofGroup, titleOf } from "./series.js";
 
 export class RunView {
   /** `logs`: ids of logs that are shown too, besides those that name one of the runs. */
@@ -183,6 +183,7 @@ export class RunView {
       ...Object.entries(record.user_metadata ?? {}),
     ];
     if (!live) return [...facts, ["last request", moment(record.last_request_time)]];
+    const apart = live.last?.mismatch?.all;
     return [
       ...facts,
       ["begun", moment(live.created_at)],
@@ -190,6 +191,7 @@ export class RunView {
       ["tokens", integer(live.tokens)],
       ["loss", number(live.last?.loss) || "none yet"],
       ["learning rate", number(live.last?.learning_rate) || "none yet"],
+      ...(apart ? [["KL(sampler, trainer)", `${number(apart.kl)} nats/token, ratios up to ${number(apart.largest_ratio)}`]] : []),
       ["last step", live.last ? `${duration(this.now.time - live.last.time)} ago` : "none yet"],
       ["queued", integer(live.queued)],
     ];
@@ -208,7 +210,7 @@ export class RunView {
       chart.node.remove();
       this.charts.delete(name);
     }
-    const logged = [...found].filter((name) => !BUILT_IN.has(name)).sort();
+    const logged = [...found].filter((name) => !BUILT_IN.has(name) && !isOfGroup(name)).sort();
     const names = [...[...BUILT_IN.keys()].filter((name) => found.has(name)), ...logged];
     for (const [at, name] of names.entries()) {
       if (!this.charts.has(name)) {
@@ -220,12 +222,25 @@ export class RunView {
       for (const [label, curve, color] of all) {
         const series = curve.series.get(name);
         const placed = this.by.value === "step" || curve.begin !== null; // a log has no times
-        if (series && placed) lines.push({ name: label, series, begin: curve.begin, color });
+        if (!series || !placed) continue;
+        const apart = all.length === 1 ? this.groups(curve, name) : [];
+        if (apart.length > 1) lines.push(...apart);
+        else lines.push({ name: label, series, begin: curve.begin, color });
       }
       const chart = this.charts.get(name);
       show(chart.node, lines.length > 0);
       chart.update(lines, this.by.value, this.logarithmic.checked);
     }
+  }
+
+  /** A line for each group of sampled tokens that a run has a series of. */
+  groups(curve, name) {
+    const lines = [];
+    for (const [at, [group, title]] of [...GROUPS].entries()) {
+      const series = curve.series.get(ofGroup(name, group));
+      if (series) lines.push({ name: title, series, begin: curve.begin, color: at });
+    }
+    return lines;
   }
 
   /** What a run is called in a legend: its session's name, if no other run here has the same. */

@@ -25,7 +25,39 @@ export const BUILT_IN = new Map([
   ["gradient_norm", "gradient norm"],
   ["tokens_per_second", "trained tokens/s"],
   ["learning_rate", "learning rate"],
+  ["kl", "KL(sampler, trainer), nats/token"],
+  ["largest_ratio", "largest ratio, trainer to sampler"],
+  ["beyond_share", "share of ratios beyond 1 ± 0.2"],
 ]);
+
+/** Of a step's `mismatch`, what is drawn. */
+const DISTANCES = ["kl", "largest_ratio", "beyond_share"];
+
+/** The groups of sampled tokens in a step's `mismatch`, and what they are called. All have a series by the name of the
+ * measure, the others one of `ofGroup`. */
+export const GROUPS = new Map([
+  ["all", "all"],
+  ["text", "text"],
+  ["after_image", "after an image"],
+  ["turn_1", "turn 1"],
+  ["turn_2", "turn 2"],
+  ["turn_3", "turn 3"],
+  ["turn_4_on", "turn 4 and later"],
+  ["staleness_0", "newest weights"],
+  ["staleness_1", "1 step old"],
+  ["staleness_2", "2 steps old"],
+  ["staleness_3_on", "3 steps old or more"],
+  ["staleness_unknown", "of unknown age"],
+]);
+
+export function ofGroup(name, group) {
+  return group === "all" ? name : `${name}:${group}`;
+}
+
+/** Whether a series is of one group, and so a line in the chart of another series. */
+export function isOfGroup(name) {
+  return DISTANCES.some((measure) => name.startsWith(`${measure}:`));
+}
 
 export function titleOf(name) {
   return BUILT_IN.get(name) ?? name.slice("logged:".length);
@@ -84,6 +116,9 @@ export class Curve {
       return;
     }
     for (const name of ["loss", "gradient_norm", "learning_rate"]) this.point(name, line.step, line.time, line[name]);
+    for (const [group, found] of Object.entries(line.mismatch ?? {})) {
+      for (const name of DISTANCES) this.point(ofGroup(name, group), line.step, line.time, found[name]);
+    }
     const before = this.last;
     if (before && line.time > before.time && line.tokens >= before.tokens && line.step === before.step + 1) {
       const rate = (line.tokens - before.tokens) / (line.time - before.time);

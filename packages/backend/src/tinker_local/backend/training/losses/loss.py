@@ -113,6 +113,11 @@ class Loss:
         """The inputs that come from the client; with `recorded`, `logprobs` may be absent."""
         return tuple(name for name in self.inputs if name != self.recorded)
 
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether its data have the sampler's logprobs."""
+        return LOGPROBS in self.inputs
+
     def metrics(self, total: float) -> dict[str, float]:
         """Of a request whose loss is `total`, by `name:reduction`."""
         return {"loss:sum": total, **({OWN_DEFINITION: 1.0} if self.own_definition else {})}

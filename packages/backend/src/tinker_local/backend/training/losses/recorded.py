@@ -19,11 +19,13 @@ CLOSE = 1e-3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedSequence:
-    """`tokens` int32 [S] were sampled with `logprobs` float32 [S] after a prompt of `prompt_length` positions."""
+    """`tokens` int32 [S] were sampled with `logprobs` float32 [S] after a prompt of `prompt_length` positions, by the
+    weights of `version`; None: those of the base model, or unknown."""
 
     tokens: npt.NDArray[np.int32]
     logprobs: Float32Array
     prompt_length: int
+    version: str | None = None
 
 
 FindRecord = Callable[[str], RecordedSequence]
