@@ -158,6 +158,7 @@ class ControlPlane:
             self.exports,
             self.curves,
             self.sampling.recorded,
+            self.sampling.routes,
             strict_losses=options.strict_losses,
         )
         self.lost_requests = LostRequests(self.store, self.sessions, self.runs, self.sampling)

@@ -49,6 +49,23 @@ class RoutedLayers:
         return ""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Routes:
+    """Of one sequence: those of its first positions, which may be the same array as others have, and its own."""
+
+    common: RouteArray
+    own: RouteArray
+
+    def __len__(self) -> int:
+        return len(self.common) + len(self.own)
+
+    def read(self, start: int, stop: int) -> RouteArray:
+        """Those of the positions [start, stop)."""
+        split = len(self.common)
+        parts = self.common[start:stop], self.own[max(start - split, 0) : max(stop - split, 0)]
+        return np.concatenate(parts)
+
+
 def recorded(routes: RouteArray) -> npt.NDArray[np.bool_]:
     """Of which positions there are routes, [N]."""
     found: npt.NDArray[np.bool_] = routes[:, 0, 0] != np.iinfo(routes.dtype).max
