@@ -274,18 +274,7 @@ def returns(engines: Engines, seed: int, steps: int, rate: float, *, on: bool) -
 
 def interval(differences: Sequence[float]) -> str:
     """Mean and a 95 % interval of it, by Student's t."""
-    quantiles = {
-        2: 12.706,
-        3: 4.303,
-        4: 3.182,
-        5: 2.776,
-        6: 2.571,
-        8: 2.365,
-        10: 2.262,
-        12: 2.201,
-        16: 2.131,
-        20: 2.093,
-    }
+    quantiles = {2: 12.7062, 3: 4.3027, 4: 3.1824, 5: 2.7764, 6: 2.5706, 8: 2.3646, 10: 2.2622, 12: 2.2010, 16: 2.1314}
     count = len(differences)
     if count < 2:
         return f"{differences[0]:+.4f}"
