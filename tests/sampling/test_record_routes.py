@@ -13,11 +13,16 @@ import transformers
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.tiny_models import make_tiny_text_model
-from tinker_local.backend.training.routes import RouteArray, RoutedLayers
+from tinker_local.backend.training.routes import RouteArray, RoutedLayers, recorded
+from tinker_local.backend.training.run.worker import HFTrainer
+from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
+from tinker_local.backend.vllm_engine.compat_vllm import scheduler
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import SampledSequence, SamplingParams
+
+from tests.training.gemma4_models import make_gemma4
 
 FAMILY = "qwen3_moe"
 
@@ -124,3 +129,80 @@ def test_a_sampler_says_which_layers_it_records(sampler: VLLMSampler, folder: Pa
     config = transformers.AutoConfig.from_pretrained(folder)
     layers = tuple(range(config.num_hidden_layers))
     assert sampler.routed == RoutedLayers(layers, config.num_experts_per_tok, config.num_experts)
+
+
+def test_a_sequence_that_a_text_ends_has_the_experts_of_its_positions(
+    sampler: VLLMSampler, reference: Reference, folder: Path
+) -> None:
+    """vLLM finds the text after the step, and aborts the request."""
+    prompt, params = ids(7, 20), {"max_tokens": 40}
+    whole = asyncio.run(sampler.sample(work(prompt, params=params))).sequences[0]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    text = tokenizer.decode(whole.tokens[12:14])
+    output = asyncio.run(sampler.sample(work(prompt, params={**params, "stop": text})))
+    assert output.sequences[0].stop_reason == "stop"
+    assert 0 < len(output.sequences[0].tokens) < 40
+    assert_routes(output.sequences[0], prompt, reference)
+
+
+@pytest.mark.more
+def test_sequences_that_give_way_to_others_have_the_experts_of_their_positions(
+    folder: Path, reference: Reference
+) -> None:
+    """A KV cache of three blocks of 128: requests of two of them are preempted and computed again."""
+    thread = EngineThread()
+    of_block = 128 * 2 * 2 * 2 * 32 * 4  # of two layers with two heads each
+    options = EngineOptions(
+        str(folder), record_routes=True, max_sequences=8, max_context_length=256, kv_cache_bytes=4 * of_block
+    )
+    sampler = VLLMSampler(options, thread)
+    prompts, preempted = [ids(seed, 110) for seed in (20, 21, 22)], []
+    of_engine = scheduler(sampler._engine.built)
+    preempt = of_engine._preempt_request
+
+    def counted(*args: Any, **given: Any) -> Any:
+        preempted.append(args)
+        return preempt(*args, **given)
+
+    of_engine._preempt_request = counted
+
+    async def run() -> list[Any]:
+        return await asyncio.gather(
+            *(sampler.sample(work(each, params={"max_tokens": 60, "seed": 5})) for each in prompts)
+        )
+
+    try:
+        for prompt, output in zip(prompts, asyncio.run(run()), strict=True):
+            assert_routes(output.sequences[0], prompt, reference)
+        assert preempted
+    finally:
+        asyncio.run(sampler.close())
+        thread.stop()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5_moe_text", "glm4_moe", "ernie4_5_moe", "minimax_m2", "gemma4"])
+def test_trainer_and_sampler_have_the_same_layers_and_take_the_same_experts(family: Any, tmp_path: Path) -> None:
+    """With sliding windows, states of linear attention in the same blocks, layers without experts before those with
+    them, and experts beside an MLP."""
+    path = tmp_path / "model"
+    if family == "gemma4":
+        make_gemma4(path, "experts")
+    else:
+        make_tiny_text_model(path, family=family)
+    thread = EngineThread()
+    sampler = VLLMSampler(EngineOptions(str(path), record_routes=True, max_sequences=8), thread)
+    try:
+        trainer = HFTrainer(TrainerConfig(str(path), name="tiny", dtype="float32", device="cpu"))
+        assert sampler.routed is not None
+        assert sampler.routed == trainer.routed
+        prompt = ids(8, 150)
+        for _ in range(2):  # the second reads what the first has left
+            (sequence,) = asyncio.run(sampler.sample(work(prompt))).sequences
+            found = sequence.routes.read(0, len(sequence.routes))
+            assert recorded(found).all()
+            wanted = Reference(path)([*prompt, *sequence.tokens[:-1].tolist()])
+            assert (np.sort(found.astype(np.int64), axis=-1) == wanted).mean() > 0.995  # ties of random weights
+    finally:
+        asyncio.run(sampler.close())
+        thread.stop()

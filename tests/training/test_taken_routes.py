@@ -1,5 +1,6 @@
 """A trainer takes the experts that a sample took, as transformers' own forward does when its routers are made to."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -30,6 +31,7 @@ from tests.training.conftest import Maker
 from tests.training.gemma4_models import make_gemma4
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "gpt_oss", "glm4_moe", "ernie4_5_moe", "minimax_m2")
+QUICK = (("qwen3_moe", "written-out"), ("glm4_moe", "written-out"), ("gpt_oss", "autograd"))
 RELATIVE = 1e-10
 
 Folder = Callable[[str], Path]
@@ -142,8 +144,13 @@ def assert_like_forced(trainer: HFTrainer, family: str, works: Sequence[TrainWor
     "with torch.enable_grad():",
     cases=("glm4_moe-written-out", "qwen2_moe-written-out"),
 )
-@pytest.mark.parametrize("decoder", DECODERS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "decoder"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.more)
+        for case in itertools.product(FAMILIES, DECODERS)
+    ],
+)
 def test_given_experts_compute_as_transformers_with_routers_that_take_them(
     family: str, decoder: Any, folder: Folder
 ) -> None:
@@ -156,7 +163,7 @@ def test_given_experts_compute_as_transformers_with_routers_that_take_them(
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("glm4_moe", marks=pytest.mark.more)])
 def test_layers_that_are_computed_again_take_the_same_experts(
     family: str, decoder: Any, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,7 +292,7 @@ def test_a_router_that_does_not_choose_by_topk_takes_no_experts() -> None:
     assert [takes_routes(kind(5, 8), 5, 2, 8) for kind in (Threshold, Twice, Once)] == [False, False, True]
 
 
-@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("decoder", ["written-out", pytest.param("autograd", marks=pytest.mark.more)])
 def test_experts_beside_an_mlp_compute_as_transformers_with_routers_that_take_them(
     decoder: Any, tmp_path: Path, make: Maker, add_adapter: Any
 ) -> None:
