@@ -34,7 +34,6 @@ from harness import machine
 from tinker_local.backend.adapters.adapter import AdapterState, AdapterVersion
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.sampler import SampleWork
-from tinker_local.backend.training.routes import recorded
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer import TrainDatum, TrainResult, TrainWork
 from tinker_local.backend.training.trainer_config import TrainerConfig
@@ -133,7 +132,7 @@ class Engines:
                 "advantages": np.concatenate([np.zeros(before), advantage]).astype(np.float32),
             }
             targets = np.concatenate([np.array(prompt[1:]), tokens]).astype(np.int64)
-            routes = sequence.routes.read(0, len(ids)) if on else None
+            routes = sequence.routes.first(len(ids)) if on else None
             found.append(TrainDatum(RenderedInput(ids), targets, inputs, routes))
         return found
 
@@ -231,8 +230,9 @@ def measure(engines: Engines, repeats: int) -> dict[str, float]:
     differ = []
     for datum, experts in zip(few, chosen, strict=True):
         assert datum.routes is not None
-        assert recorded(datum.routes).all()
-        differ.append((np.sort(datum.routes, -1) != experts).any(-1).mean())
+        assert datum.routes.known.all()
+        taken = np.sort(datum.routes.read(0, datum.input.length), -1)
+        differ.append((taken != experts).any(-1).mean())
     gradients = [engines.gradient("one", each) for each in (on, off)]
     found = {
         "differ": float(np.mean(differ)),

@@ -105,6 +105,7 @@ def test_what_sequences_have_in_common_is_one_array(sampler: VLLMSampler) -> Non
     first, *others = (sequence.routes for sequence in output.sequences)
     assert len(first.common) == 60
     assert [other.common is first.common for other in others] == [True, True]
+    assert [len(other.own) for other in others] == [11, 11]
     np.testing.assert_array_equal(first.read(50, 65), np.concatenate([first.common[50:], first.own[:5]]))
 
 

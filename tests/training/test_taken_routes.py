@@ -16,7 +16,7 @@ from tinker_local.backend.tiny_models import make_tiny_text_model
 from tinker_local.backend.training.model.embedding import _row_routes
 from tinker_local.backend.training.model.taken_routes import takes_routes
 from tinker_local.backend.training.parallel.shared_rows import RowRanks
-from tinker_local.backend.training.routes import REPLAYED, RoutedLayers, recorded
+from tinker_local.backend.training.routes import REPLAYED, RoutedLayers, Routes, recorded, with_common
 from tinker_local.backend.training.run.packing import Item, pack, part_of
 from tinker_local.backend.training.run.recompute_policy import Keep
 from tinker_local.backend.training.run.sharing import shared_prefixes
@@ -51,12 +51,12 @@ def with_routes(works: Sequence[TrainWork], routed: RoutedLayers, seed: int = 0)
     """`works` whose data name random experts, of three quarters of their positions."""
     rng = np.random.default_rng(seed)
 
-    def routes(positions: int) -> Any:
+    def routes(positions: int) -> Routes:
         found = routed.unrecorded(positions)
         for position in np.flatnonzero(rng.random(positions) < 0.75):
             for layer in range(len(routed.layers)):
                 found[position, layer] = rng.permutation(routed.experts)[: routed.chosen]
-        return found
+        return Routes.of(found)
 
     return [
         replace(work, data=[replace(datum, routes=routes(datum.input.length)) for datum in work.data]) for work in works
@@ -79,8 +79,8 @@ def forced_scores(family: str, router: Any, logits: torch.Tensor, experts: torch
 @contextmanager
 def forced(model: Any, family: str, datum: TrainDatum) -> Iterator[None]:
     """transformers' `model` with routers that take the experts which `datum` names."""
-    routes = datum.routes
-    assert routes is not None
+    assert datum.routes is not None
+    routes = datum.routes.read(0, datum.input.length)
     known = torch.from_numpy(recorded(routes))[:, None]
     routers = [module for module in model.modules() if "Router" in type(module).__name__]
     assert len(routers) == routes.shape[1]
@@ -113,7 +113,7 @@ def assert_like_forced(trainer: HFTrainer, family: str, works: Sequence[TrainWor
             wanted = rows.gather(1, torch.from_numpy(datum.target_tokens)[:, None])[:, 0]
             np.testing.assert_allclose(output["logprobs"], wanted.detach(), rtol=1e-7, atol=1e-7)
             (-(torch.from_numpy(datum.loss_inputs["weights"]) * wanted).sum()).backward()
-        taken = np.concatenate([recorded(datum.routes) for datum in work.data if datum.routes is not None])
+        taken = np.concatenate([datum.routes.known for datum in work.data if datum.routes is not None])
         assert result.metrics[REPLAYED] == pytest.approx(taken.mean())
     for name in {work.adapter_id for work in works}:
         adapter = trainer._adapters[name]
@@ -196,7 +196,7 @@ def group(routed: RoutedLayers, fork: int | None) -> list[TrainWork]:
     for at, datum in enumerate(work.data[1:3]):
         assert datum.routes is not None
         shared = 40 if at or fork is None else fork
-        datum.routes[:shared] = first[:shared]
+        datum.routes.own[:shared] = first.own[:shared]
     return [replace(work, data=[*work.data[:3], replace(work.data[3], routes=None)])]
 
 
@@ -219,7 +219,9 @@ def test_a_prompt_is_computed_once_as_far_as_its_experts_are_the_same(fork: int 
         shares = sorted(shared for _, shared in order)
         assert shares == ([0, 0, 40, 40] if fork is None else [0, 0, fork if fork > 8 else 0, 40])
         data_of_work = [
-            datum if datum.routes is not None else replace(datum, routes=trainer.routed.unrecorded(datum.input.length))
+            datum
+            if datum.routes is not None
+            else replace(datum, routes=Routes.of(trainer.routed.unrecorded(datum.input.length)))
             for datum in works[0].data
         ]
         trainer.forward_backward(works)
@@ -236,14 +238,16 @@ def test_samples_whose_experts_part_inside_an_image_share_what_is_before_it() ->
     text = RenderedInput(ids, (ImagePlacement(12, RenderedImage("1", 10, pixels, (1, 4, 10))),))
     routes = [np.zeros((31, 2, 2), routed.dtype) for _ in range(2)]
     routes[1][15] = 1
-    assert shared_prefixes([text, text], routes) == [(0, 0), (1, 12)]
-    assert shared_prefixes([text, text], [routes[0], routes[0]]) == [(0, 0), (1, 31)]
+    one, other = map(Routes.of, routes)
+    assert shared_prefixes([text, text], [one, other]) == [(0, 0), (1, 12)]
+    assert shared_prefixes([text, text], [one, one]) == [(0, 0), (1, 31)]
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda routes: routes[:-1], r"data\[0\]: its routes are uint8 \[4, .*not uint8 \[5,"),
+        (lambda routes: routes[:-1], r"data\[0\]: its routes are of 4 positions, not of 5"),
+        (lambda routes: routes[:, :1], r"are uint8 \[5, 1, 2\], not uint8 \[2, 2\] of each position"),
         (lambda routes: routes.astype(np.int16), "are int16"),
         (lambda routes: np.full_like(routes, 200), "name experts 200 to 200 of"),
     ],
@@ -252,7 +256,7 @@ def test_routes_that_do_not_fit_are_refused(change: Any, words: str, folder: Fol
     trainer = new_trainer(folder("qwen3_moe"), dtype="float32")
     assert trainer.routed is not None
     datum = data(0)[0]
-    routes = change(np.zeros_like(trainer.routed.unrecorded(datum.input.length)))
+    routes = Routes.of(change(np.zeros_like(trainer.routed.unrecorded(datum.input.length))))
     (result,) = trainer.forward_backward([TrainWork("everything", [replace(datum, routes=routes)], "cross_entropy")])
     assert isinstance(result, InvalidRequestError)
     assert result.args
@@ -264,7 +268,7 @@ def test_a_trainer_without_replay_has_no_metric_and_takes_no_experts(folder: Fol
     trainer = new_trainer(folder("qwen3_moe"), dtype="float32", replay_routes=False)
     assert trainer.routed is None
     datum = data(0)[0]
-    routes = np.zeros((datum.input.length, 2, 2), np.uint8)
+    routes = Routes.of(np.zeros((datum.input.length, 2, 2), np.uint8))
     given, plain = trainer.forward_backward(
         [
             TrainWork("everything", [replace(datum, routes=routes)], "cross_entropy"),
@@ -325,6 +329,25 @@ def test_ranks_that_share_a_row_have_the_experts_of_their_positions(folder: Fold
         found = [_row_routes(part, routed, torch.device("cpu")) for part in parts]
         together = torch.cat([each.numbers for each in found if each is not None]).numpy()
         none = routed.unrecorded(max(size, 103))
-        wanted = np.concatenate([none[:5], *(datum.routes for datum in given if datum.routes is not None), none[103:]])
+        wanted = np.concatenate(
+            [none[:5], *(datum.routes.own for datum in given if datum.routes is not None), none[103:]]
+        )
         np.testing.assert_array_equal(together, wanted)
         assert [len(each.numbers) for each in found if each is not None] == [part.stop - part.start for part in parts]
+
+
+def test_what_most_sequences_begin_with_is_one_array_and_nothing_is_lost() -> None:
+    """Ten positions of a prompt, of which the last sequences took other experts from the eighth and the second on."""
+    rows = [np.random.default_rng(1).integers(0, 8, (length, 3, 2), np.uint8) for length in (14, 12, 17, 13)]
+    for each in rows[1:]:
+        each[:10] = rows[0][:10]
+    rows[2][7:10] += 1
+    rows[3][1:10] += 1
+    found = with_common(rows, 10)
+    assert [len(each.common) for each in found] == [7, 7, 7, 0]
+    assert [each.common is found[0].common for each in found] == [True, True, True, False]
+    for each, wanted in zip(found, rows, strict=True):
+        np.testing.assert_array_equal(each.read(0, len(wanted)), wanted)
+        for start, stop in ((0, 3), (5, 9), (8, 12), (7, 7)):
+            np.testing.assert_array_equal(each.read(start, stop), wanted[start:stop])
+            np.testing.assert_array_equal(each.first(stop).read(0, stop), wanted[:stop])

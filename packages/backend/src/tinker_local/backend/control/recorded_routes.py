@@ -42,13 +42,27 @@ class RoutedSequence:
     def take(self, span: ProvenanceSpan, start: int, input: RenderedInput, found: RouteArray) -> None:
         """Write into `found` the experts of the positions from `start` on that `span` takes from this sequence, if all
         that comes before them is what it was in the sample. What they saw is what they were routed by."""
-        first = span.offset + (self.prompt_length if span.source == "sampled" else 0)
         stop = min(start + span.length, len(self.routes))
-        if first != start or stop <= start or not np.array_equal(self.ids[:stop], input.token_ids[:stop]):
-            return
-        if _images(input, stop) != tuple(image for image in self.images if image[0] < stop):
-            return
-        found[start:stop] = self.routes.read(start, stop)
+        if self._first(span) == start < stop and self._begins(input, stop):
+            found[start:stop] = self.routes.read(start, stop)
+
+    def whole(self, spans: Sequence[ProvenanceSpan], input: RenderedInput) -> Routes | None:
+        """The experts of all positions of `input`, which `spans` take from this sequence, if it is its beginning."""
+        starts = np.cumsum([0, *(span.length for span in spans)])
+        begins = all(self._first(span) == start for span, start in zip(spans, starts, strict=False))
+        if not begins or input.length > len(self.routes) or not self._begins(input, input.length):
+            return None
+        return self.routes.first(input.length)
+
+    def _first(self, span: ProvenanceSpan) -> int:
+        """The position in this sequence that a span begins with."""
+        return span.offset + (self.prompt_length if span.source == "sampled" else 0)
+
+    def _begins(self, input: RenderedInput, stop: int) -> bool:
+        """Whether the first positions of `input` are those of this sequence."""
+        if not np.array_equal(self.ids[:stop], input.token_ids[:stop]):
+            return False
+        return _images(input, stop) == tuple(image for image in self.images if image[0] < stop)
 
 
 def _images(input: RenderedInput, stop: int) -> ImagePlaces:
@@ -117,17 +131,21 @@ class RecordedRoutes:
         routed: RoutedLayers,
         spans: Sequence[ProvenanceSpan] | None,
         input: RenderedInput,
-    ) -> RouteArray | None:
+    ) -> Routes | None:
         """The experts of the positions of `input`, which `spans` tile, in a run of `base`; None if nothing is recorded
         of any."""
+        used = {span.sequence_id: self._use(session_id, span.sequence_id) for span in spans or ()}
+        records = {name: each for name, each in used.items() if each is not None and each.base == base}
+        if spans is None or not records:
+            return None
+        if len(used) == 1 and (whole := next(iter(records.values())).whole(spans, input)) is not None:
+            return whole
         found, start = routed.unrecorded(input.length), 0
-        records = {span.sequence_id: self._use(session_id, span.sequence_id) for span in spans or ()}
-        for span in spans or ():
-            record = records[span.sequence_id]
-            if record is not None and record.base == base:
+        for span in spans:
+            if (record := records.get(span.sequence_id)) is not None:
                 record.take(span, start, input, found)
             start += span.length
-        return found if any(record is not None for record in records.values()) else None
+        return Routes.of(found)
 
     def _use(self, session_id: str, sequence_id: str) -> RoutedSequence | None:
         now = self._clock()

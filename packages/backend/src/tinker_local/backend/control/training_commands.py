@@ -31,7 +31,7 @@ from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss import Loss, make_train_datum
 from tinker_local.backend.training.losses.recorded import FindRecord
 from tinker_local.backend.training.optimizers import step_settings
-from tinker_local.backend.training.routes import RouteArray
+from tinker_local.backend.training.routes import Routes
 from tinker_local.backend.training.trainer import TrainDatum, TrainResult, TrainWork
 from tinker_local.types import (
     ApiError,
@@ -54,7 +54,7 @@ from tinker_local.types import (
 
 log = logging.getLogger(__name__)
 
-FindRoutes = Callable[[Sequence[ProvenanceSpan] | None, RenderedInput], RouteArray | None]
+FindRoutes = Callable[[Sequence[ProvenanceSpan] | None, RenderedInput], Routes | None]
 """The recorded experts of the positions of an input, which spans tile; None if nothing is recorded of any."""
 
 Steps = Generator[bool | None, None, TrainWork]

@@ -38,15 +38,16 @@ class RoutedLayers:
         """Routes of positions of which nothing is recorded."""
         return np.full((positions, len(self.layers), self.chosen), np.iinfo(self.dtype).max, self.dtype)
 
-    def fault(self, routes: RouteArray, positions: int) -> str:
+    def fault(self, routes: "Routes", positions: int) -> str:
         """What is wrong with the `routes` of so many positions, in words; empty if nothing is."""
-        shape = (positions, len(self.layers), self.chosen)
-        if routes.shape != shape or routes.dtype != self.dtype:
-            return f"are {routes.dtype} {list(routes.shape)}, not {self.dtype} {list(shape)}"
-        numbers = routes[recorded(routes)]
-        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.experts:
-            return f"name experts {numbers.min()} to {numbers.max()} of {self.experts}"
-        return ""
+        of_position = len(self.layers), self.chosen
+        for part in (routes.common, routes.own):
+            if part.shape[1:] != of_position or part.dtype != self.dtype:
+                return f"are {part.dtype} {list(part.shape[1:])}, not {self.dtype} {list(of_position)} of each position"
+            numbers = part[recorded(part)]
+            if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.experts:
+                return f"name experts {numbers.min()} to {numbers.max()} of {self.experts}"
+        return "" if len(routes) == positions else f"are of {len(routes)} positions, not of {positions}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,14 +57,31 @@ class Routes:
     common: RouteArray
     own: RouteArray
 
+    @classmethod
+    def of(cls, routes: RouteArray) -> "Routes":
+        """Without anything in common."""
+        return cls(routes[:0], routes)
+
     def __len__(self) -> int:
         return len(self.common) + len(self.own)
 
     def read(self, start: int, stop: int) -> RouteArray:
         """Those of the positions [start, stop)."""
         split = len(self.common)
-        parts = self.common[start:stop], self.own[max(start - split, 0) : max(stop - split, 0)]
-        return np.concatenate(parts)
+        if start >= split:
+            return self.own[start - split : stop - split]
+        return np.concatenate([self.common[start:stop], self.own[: max(stop - split, 0)]])
+
+    def first(self, positions: int) -> "Routes":
+        """Those of the first positions, without a copy."""
+        split = len(self.common)
+        common = self.common if positions >= split else self.common[:positions]
+        return Routes(common, self.own[: max(positions - split, 0)])
+
+    @property
+    def known(self) -> npt.NDArray[np.bool_]:
+        """Which positions are recorded, [N]."""
+        return np.concatenate([recorded(self.common), recorded(self.own)])
 
 
 def recorded(routes: RouteArray) -> npt.NDArray[np.bool_]:
@@ -72,34 +90,52 @@ def recorded(routes: RouteArray) -> npt.NDArray[np.bool_]:
     return found
 
 
+def with_common(rows: Sequence[RouteArray], most: int) -> list[Routes]:
+    """The routes of sequences, of whose first positions, `most` at most, those that most of them share are one array:
+    as many as save the most. Copies."""
+    first = rows[0]
+    alike = [first_difference(Routes.of(first), Routes.of(each), min(most, len(first), len(each))) for each in rows]
+    split = max(alike, key=lambda length: length * sum(length <= each for each in alike))
+    common = first[:split].copy()
+    return [
+        Routes(common, each[split:].copy()) if same >= split else Routes.of(each.copy())
+        for each, same in zip(rows, alike, strict=True)
+    ]
+
+
 REPLAYED = "routes_replayed:mean"
 """The metric of a request to a model with routed experts: the share of its positions that took recorded experts."""
 
 
-def replayed_share(routes: Sequence[RouteArray | None], positions: int) -> float:
+def replayed_share(routes: Sequence[Routes | None], positions: int) -> float:
     """The share of so many positions of which there are `routes`."""
-    return sum(int(recorded(each).sum()) for each in routes if each is not None) / max(positions, 1)
+    return sum(int(each.known.sum()) for each in routes if each is not None) / max(positions, 1)
 
 
-def first_difference(one: RouteArray | None, other: RouteArray | None, positions: int) -> int:
+def first_difference(one: Routes | None, other: Routes | None, positions: int) -> int:
     """The first of so many positions whose routes differ; `positions` if none does. None: nothing is recorded."""
-    if one is None and other is None:
-        return positions
     if one is None or other is None:
-        present = one if one is not None else other
-        assert present is not None
-        different = recorded(present[:positions])
-    else:
-        different = (one[:positions] != other[:positions]).any((1, 2))
-    return int(different.argmax()) if different.any() else positions
+        present = other if one is None else one
+        different = np.zeros(0, np.bool_) if present is None else recorded(present.read(0, positions))
+        return int(different.argmax()) if different.any() else positions
+    start = min(len(one.common), positions) if one.common is other.common else 0
+    different = (one.read(start, positions) != other.read(start, positions)).any((1, 2))
+    return start + int(different.argmax()) if different.any() else positions
 
 
-def digests(routes: RouteArray | None, positions: int) -> npt.NDArray[np.int32]:
+def digests(routes: Routes | None, positions: int, known: dict[int, npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
     """A number for the routes of each position, [N], equal for equal ones: to bring them together, not to tell them
-    apart. 0 where there are none."""
+    apart. 0 where there are none. `known`: those of arrays that several sequences have."""
     if routes is None:
         return np.zeros(positions, np.int32)
-    flat = np.ascontiguousarray(routes).reshape(positions, -1).view(np.uint8)
+    common = known.get(id(routes.common))
+    if common is None:
+        common = known[id(routes.common)] = _digests(routes.common)
+    return np.concatenate([common, _digests(routes.own)])
+
+
+def _digests(routes: RouteArray) -> npt.NDArray[np.int32]:
+    flat = np.ascontiguousarray(routes).reshape(len(routes), routes.shape[1] * routes.shape[2]).view(np.uint8)
     words = np.pad(flat, ((0, 0), (0, -flat.shape[1] % 8))).view(np.uint64)
     factors = np.random.default_rng(0).integers(2**63, 2**64 - 1, words.shape[1], np.uint64) | np.uint64(1)
     mixed = (words * factors).sum(1, dtype=np.uint64) >> np.uint64(33)

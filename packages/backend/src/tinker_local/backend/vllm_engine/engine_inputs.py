@@ -10,7 +10,7 @@ from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.rendered_input import RenderedImage, RenderedInput
 from tinker_local.backend.sampling.prompt_scores import PromptQuestions, check_sample_topk
 from tinker_local.backend.sampling.sampler import DrawnTokens, Penalties, SampleWork, token_budget
-from tinker_local.backend.training.routes import RouteArray, Routes, first_difference
+from tinker_local.backend.training.routes import with_common
 from tinker_local.backend.vllm_engine.compat_vllm import SAMPLED_TEMPERATURE_MIN
 from tinker_local.backend.vllm_engine.grammar_masks import SEAT, Seat
 from tinker_local.backend.vllm_engine.grammar_process import Matcher
@@ -170,19 +170,13 @@ def _with_routes(
 ) -> tuple[SampledSequence, ...]:
     """`sequences` with the experts of their positions, but for the last, which has not been computed. Of the prompt,
     those that are the first sequence's are one array."""
-    found: list[SampledSequence] = []
-    first: RouteArray | None = None
-    for sequence, output in zip(sequences, outputs, strict=True):
-        if (pending := getattr(output, "routes", None)) is None:
-            found.append(sequence)
-            continue
-        rows = pending.read(prompt_length + sequence.tokens.size - 1)
-        if first is None:
-            first = rows[:prompt_length].copy()
-        same = first_difference(first, rows, min(len(first), len(rows)))
-        routes = Routes(first[:same] if same < len(first) else first, rows[same:].copy())
-        found.append(sequence.model_copy(update={"routes": routes}))
-    return tuple(found)
+    pending = [getattr(output, "routes", None) for output in outputs]
+    lengths = [prompt_length + sequence.tokens.size - 1 for sequence in sequences]
+    rows = [each.read(length) for each, length in zip(pending, lengths, strict=True) if each is not None]
+    if len(rows) < len(sequences):
+        return tuple(sequences)
+    found = with_common(rows, prompt_length)
+    return tuple(one.model_copy(update={"routes": each}) for one, each in zip(sequences, found, strict=True))
 
 
 def without_last(work: SampleWork) -> SampleWork:

@@ -69,7 +69,9 @@ def _row_routes(part: Part, routed: RoutedLayers | None, device: torch.device) -
     if routed is None or all(item.datum.routes is None for item in items):
         return None
     rows = [
-        routed.unrecorded(added) if item.datum.routes is None else item.datum.routes[item.length - added :]
+        routed.unrecorded(added)
+        if item.datum.routes is None
+        else item.datum.routes.read(item.length - added, item.length)
         for item, added in zip(items, part.packed.added, strict=True)
     ]
     whole = np.concatenate([*rows, routed.unrecorded(part.padding)])

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.rendering.rendered_input import RenderedImage, RenderedInput
 from tinker_local.backend.training.model.segments import NO_PARENT
-from tinker_local.backend.training.routes import RouteArray, digests, first_difference
+from tinker_local.backend.training.routes import Routes, digests, first_difference
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -29,7 +29,7 @@ about as much as a hundredth of its positions."""
 
 
 def shared_prefixes(
-    inputs: Sequence[RenderedInput], routes: Sequence[RouteArray | None] | None = None
+    inputs: Sequence[RenderedInput], routes: Sequence[Routes | None] | None = None
 ) -> list[tuple[int, int]]:
     """An order of `inputs` in which those that begin alike are adjacent, as (number in `inputs`, positions shared with
     the one before in this order). Groups, of which an input that shares nothing is one, are sorted by their longest.
@@ -41,7 +41,8 @@ def shared_prefixes(
     taken = [None] * len(inputs) if routes is None else routes
     keys = contents
     if any(each is not None for each in taken):
-        of_routes = [digests(each, of.length) for each, of in zip(taken, inputs, strict=True)]
+        known: dict[int, npt.NDArray[np.int32]] = {}
+        of_routes = [digests(each, of.length, known) for each, of in zip(taken, inputs, strict=True)]
         keys = [np.stack(pair, axis=1) for pair in zip(contents, of_routes, strict=True)]
     order = sorted(range(len(inputs)), key=lambda at: keys[at].tobytes())
     groups: list[list[tuple[int, int]]] = []

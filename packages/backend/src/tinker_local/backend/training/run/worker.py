@@ -39,7 +39,7 @@ from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.optimizers.optimizer import OptimizerState
 from tinker_local.backend.training.parallel.ranks import ONE_RANK, Ranks, fingerprint
 from tinker_local.backend.training.rotations import Rotations
-from tinker_local.backend.training.routes import REPLAYED, RouteArray, replayed_share
+from tinker_local.backend.training.routes import REPLAYED, Routes, replayed_share
 from tinker_local.backend.training.run import nudging
 from tinker_local.backend.training.run.micro_batch import MicroBatchRunner
 from tinker_local.backend.training.run.packing import Item
@@ -411,7 +411,7 @@ class HFTrainer:
             raise InvalidRequestError(f"{where}: holds images, but {self.name} reads text only")
         self._check_images(input, where)
 
-    def _check_routes(self, routes: RouteArray, positions: int, where: str) -> None:
+    def _check_routes(self, routes: Routes, positions: int, where: str) -> None:
         """An expert out of range would destroy the process's CUDA context."""
         if self.routed is None:
             raise InvalidRequestError(f"{where}: names experts, which {self.name} does not take here")
