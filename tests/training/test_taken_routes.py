@@ -127,23 +127,6 @@ def assert_like_forced(trainer: HFTrainer, family: str, works: Sequence[TrainWor
             assert difference <= RELATIVE * scale, f"{name} {spec.name}: {difference:.2g} of {scale:.2g}"
 
 
-@pytest.mark.mutation(
-    "recorded-experts-left-alone", "LayerRoutes.taken", "torch.where(known, self.numbers.long(), chosen)", "chosen"
-)
-@pytest.mark.mutation(
-    "scores-of-experts-that-were-not-taken",
-    "_Choice.__torch_function__",
-    "scores.gather(-1, experts), experts",
-    "found.values, experts",
-    cases=("qwen3_moe-written-out", "gpt_oss-autograd"),
-)
-@pytest.mark.mutation(
-    "gradient-of-a-router-that-chooses-for-itself",
-    "ExpertsPass._add_gradient_by_scores",
-    "with torch.enable_grad(), self.taking():",
-    "with torch.enable_grad():",
-    cases=("glm4_moe-written-out", "qwen2_moe-written-out"),
-)
 @pytest.mark.parametrize(
     ("family", "decoder"),
     [
@@ -200,13 +183,6 @@ def group(routed: RoutedLayers, fork: int | None) -> list[TrainWork]:
     return [replace(work, data=[*work.data[:3], replace(work.data[3], routes=None)])]
 
 
-@pytest.mark.mutation(
-    "prompts-shared-whatever-experts-they-took",
-    "shared_prefixes",
-    "_outside_images(first_difference(taken[before], taken[at], alike), inputs[at])",
-    "alike",
-    cases=("33",),
-)
 @pytest.mark.parametrize("fork", [None, 33, 3])
 def test_a_prompt_is_computed_once_as_far_as_its_experts_are_the_same(fork: int | None, folder: Folder) -> None:
     """Each sample takes those recorded of it; the gradients are those of each alone."""
