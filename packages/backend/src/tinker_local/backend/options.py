@@ -19,6 +19,7 @@ DecoderName = Literal["written-out", "autograd"]
 DecoderChoice = Literal["auto", DecoderName]
 SharedWeights = Literal["auto", "always", "off"]
 SharePrefixes = Literal["auto", "off"]
+ReplayRoutes = Literal["auto", "off"]
 GrammarChoice = Literal["auto", "always", "never"]
 ShardChoice = Literal["auto", "never"] | int
 
@@ -362,6 +363,14 @@ class BackendOptions:
         CommandOption(
             "Whether training computes once what the data of a request begin with, such as the prompt of a group of "
             "samples: auto, where a beginning is worth it; off, each datum by itself.",
+            group=OF_ENGINES,
+        ),
+    ] = "auto"
+    replay_routes: Annotated[
+        ReplayRoutes,
+        CommandOption(
+            "Whether a gradient on recorded samples of a mixture of experts takes the experts that they took: auto, of "
+            "all models whose engines can; off, the trainer's routers choose.",
             group=OF_ENGINES,
         ),
     ] = "auto"

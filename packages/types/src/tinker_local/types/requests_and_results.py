@@ -372,7 +372,8 @@ class PromptAltTokens(Frozen):
 class SampledSequence(Frozen):
     """One sampled sequence: `tokens` int32 [S]; `logprobs` float32 [S], log softmax(logits / T) over the vocabulary.
 
-    `sequence_id` comes from the promise (`sample_sequence_ids`); the result's wire format does not carry it.
+    `sequence_id` comes from the promise (`sample_sequence_ids`); the result's wire format does not carry it. `routes`
+    are for the server alone: which experts the positions took.
     """
 
     stop_reason: StopReason
@@ -380,6 +381,7 @@ class SampledSequence(Frozen):
     logprobs: Logprobs | None = None
     topk_logprobs: TopkLogprobs | None = None
     sequence_id: str | None = None
+    routes: Any = Field(default=None, exclude=True, repr=False)
 
     @model_validator(mode="after")
     def _one_logprob_per_token(self) -> Self:

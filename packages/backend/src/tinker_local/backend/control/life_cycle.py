@@ -159,6 +159,7 @@ class ControlPlane:
             self.curves,
             self.sampling.recorded,
             self.sampling.version_of,
+            self.sampling.routes,
             strict_losses=options.strict_losses,
         )
         self.lost_requests = LostRequests(self.store, self.sessions, self.runs, self.sampling)

@@ -13,6 +13,7 @@ from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.control.base_precision import other_precision
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses, version_of
 from tinker_local.backend.control.ephemeral_versions import EphemeralVersion, EphemeralVersions
+from tinker_local.backend.control.recorded_routes import RecordedRoutes
 from tinker_local.backend.control.recorded_samples import RecordedSamples
 from tinker_local.backend.control.sample_prompts import SamplePrompts
 from tinker_local.backend.control.sampler_versions import SamplerVersions
@@ -141,6 +142,7 @@ class Sampling:
         self.in_flight = InFlight(quotas)
         self.ephemeral = EphemeralVersions(quotas, versions)
         self.recorded = RecordedSamples()
+        self.routes = RecordedRoutes()
         self._in_samplers: dict[ServedModel, SamplerQueue] = {}
         self._told_precisions: set[str] = set()
 
@@ -314,6 +316,7 @@ class Sampling:
     async def end_session(self, session_id: str) -> None:
         """Cancel the samples of a session and free its ephemeral versions."""
         self.recorded.end_session(session_id)
+        self.routes.end_session(session_id)
         ending = [self._open[name] for name in self._of_session.pop(session_id, ())]
         for session in ending:
             del self._open[session.record.sampling_session_id]
@@ -376,6 +379,7 @@ class Sampling:
             operation.fail(lost)
             return operation
         _check_context(request, session.base.engines.sampler.max_context_length)
+        self._check_recording(request, session.base)
         size = request_bytes(request) + besides.size
         self.in_flight.check(session.record.session_id, session.owner, size)
         operation.owner, operation.failures = session.owner, session.base.counts.failures
@@ -396,14 +400,17 @@ class Sampling:
         return operation
 
     def _check(self, request: SampleRequest) -> None:
-        if request.record_stability_info and self._options.strict_losses:
-            raise UnsupportedError(
-                "record_stability_info: only stable_reinforce reads it, which this server refuses (--strict-losses); "
-                "leave it out and train with another loss, as with loss_fn=importance_sampling of a recipe"
-            )
         if request.num_samples > self._options.max_num_samples:
             raise InvalidRequestError(
                 f"num_samples: {request.num_samples} is more than this server's {self._options.max_num_samples}"
+            )
+
+    def _check_recording(self, request: SampleRequest, base: ServedModel) -> None:
+        """UnsupportedError if nothing would read what a request has recorded."""
+        if request.record_stability_info and self._options.strict_losses and base.routed is None:
+            raise UnsupportedError(
+                "record_stability_info: only stable_reinforce reads it, which this server refuses (--strict-losses); "
+                "leave it out and train with another loss, as with loss_fn=importance_sampling of a recipe"
             )
 
     async def _run(
@@ -460,6 +467,9 @@ class Sampling:
         operation.timeline.note(num_samples=request.num_samples, prompt_tokens=prompt.length, images=images)
         budget = _budget(request, prompt.length, engines.sampler.max_context_length)
         check_sample_topk(request.topk_sample_logprobs, request.num_samples, budget, engines.trainer.vocab_size)
+        records_routes = request.record_stability_info and session.base.routed is not None
+        if records_routes and session.base.routed is not None:
+            self.routes.check(session.base.routed, request.num_samples, prompt.length, budget)
         if besides.read is not None:
             besides.read(prompt)
         work = SampleWork(
@@ -477,6 +487,7 @@ class Sampling:
             drawn=besides.drawn,
             grammar=besides.grammar,
             penalties=besides.penalties,
+            routes=records_routes,
         )
         queue = self._in_samplers.setdefault(session.base, SamplerQueue())
         session_id, sampler = session.record.session_id, session.base.engines.sampler
@@ -495,7 +506,13 @@ class Sampling:
         output = with_ids(output if besides.drawn is None else without_logprobs(output), operation.request_id)
         if request.record_stability_info:
             self.recorded.add(session_id, output.sequences, prompt.length, self._version_name(session))
-        return output
+        return self._routes_kept(session, output, prompt) if records_routes else output
+
+    def _routes_kept(self, session: SamplingSession, output: SampleOutput, prompt: RenderedInput) -> SampleOutput:
+        """`output` without the experts of its sequences, which are recorded."""
+        self.routes.add(session.record.session_id, session.base.path, output.sequences, prompt)
+        without = tuple(sequence.model_copy(update={"routes": None}) for sequence in output.sequences)
+        return output.model_copy(update={"sequences": without})
 
     async def read(self, session: SamplingSession, prompt: ModelInput) -> ReadPrompt:
         """A prompt as the model would read it."""

@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from numbers import Real
 from typing import Any
@@ -19,11 +20,13 @@ from tinker_local.backend.control.mismatch import (
     sampled_spans,
     step_metrics,
 )
+from tinker_local.backend.control.recorded_routes import RecordedRoutes
 from tinker_local.backend.control.recorded_samples import RecordedSamples
 from tinker_local.backend.control.save_weights_for_sampler import SaveWeightsForSampler
 from tinker_local.backend.control.sessions import check_user_metadata
 from tinker_local.backend.control.training_runs import Command, TrainingRun, TrainingRuns
 from tinker_local.backend.models.served_models import ServedModel
+from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.scheduling.image_turns import MOST_RENDERED_BYTES, ImageTurns
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations, Timeline, request_id_of
 from tinker_local.backend.scheduling.quotas import Quotas
@@ -36,6 +39,7 @@ from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss import Loss, make_train_datum
 from tinker_local.backend.training.losses.recorded import FindRecord
 from tinker_local.backend.training.optimizers import step_settings
+from tinker_local.backend.training.routes import Routes
 from tinker_local.backend.training.trainer import TrainDatum, TrainResult, TrainWork
 from tinker_local.types import (
     ApiError,
@@ -48,6 +52,7 @@ from tinker_local.types import (
     LoadWeightsRequest,
     OptimStepOutput,
     OptimStepRequest,
+    ProvenanceSpan,
     SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
@@ -59,6 +64,8 @@ log = logging.getLogger(__name__)
 
 VersionOf = Callable[[str, str], str | None]
 """The sampler version that drew a sequence, by the session and the sequence's id; None: unknown."""
+FindRoutes = Callable[[Sequence[ProvenanceSpan] | None, RenderedInput], Routes | None]
+"""The recorded experts of the positions of an input, which spans tile; None if nothing is recorded of any."""
 
 Steps = Generator[bool | None, None, TrainWork]
 """The steps to a prepared request. Each yields whether the next one renders images."""
@@ -82,6 +89,7 @@ class Training:
         curves: Curves,
         recorded: RecordedSamples,
         version_of: VersionOf,
+        routes: RecordedRoutes,
         *,
         strict_losses: bool,
     ) -> None:
@@ -94,6 +102,7 @@ class Training:
         self._curves = curves
         self._recorded = recorded
         self._version_of = version_of
+        self._routes = routes
         self._strict_losses = strict_losses
         self._image_turns = ImageTurns(IMAGE_THREADS)
         self._bounds = Bounds(quotas)
@@ -132,9 +141,12 @@ class Training:
         base = model.base
 
         find_record = partial(self._recorded.find, model.record.session_id)
+        find_routes: FindRoutes | None = None
+        if base.routed is not None:
+            find_routes = partial(self._routes.routes, model.record.session_id, base.path, base.routed)
         spans: list[list[SampledSpan] | None] = []
         noted = noting_spans(decoding, partial(self._version_of, model.record.session_id), spans)
-        work_steps = prepare_work(base, model_id, noted, find_record, strict_losses=self._strict_losses)
+        work_steps = prepare_work(base, model_id, noted, find_record, find_routes, strict_losses=self._strict_losses)
         steps, total_weight = in_stage(operation.timeline, work_steps), 0.0
 
         async def prepare() -> TrainWork:
@@ -399,6 +411,7 @@ def prepare_work(
     model_id: str,
     decoding: Generator[None, None, ForwardBackwardRequest],
     find_record: FindRecord,
+    find_routes: FindRoutes | None = None,
     *,
     strict_losses: bool,
 ) -> Steps:
@@ -418,7 +431,7 @@ def prepare_work(
     size, images = 0, set[int]()
     for index, datum in enumerate(request.data):
         yield any(isinstance(chunk, ImageChunk) for chunk in datum.model_input.chunks)
-        data.append(prepare_datum(base, datum, loss, f"data[{index}]", find_record))
+        data.append(prepare_datum(base, datum, loss, f"data[{index}]", find_record, find_routes))
         for placed in data[-1].input.images:
             size += 0 if id(placed.image) in images else placed.image.num_bytes
             images.add(id(placed.image))
@@ -450,7 +463,12 @@ def check_cells(data: Sequence[Datum]) -> None:
 
 
 def prepare_datum(
-    base: ServedModel, datum: Datum, loss: Loss, where: str, find_record: FindRecord | None = None
+    base: ServedModel,
+    datum: Datum,
+    loss: Loss,
+    where: str,
+    find_record: FindRecord | None = None,
+    find_routes: FindRoutes | None = None,
 ) -> TrainDatum:
     """One datum rendered and checked."""
     rendered = base.engines.renderer.render(datum.model_input, f"{where}.model_input")
@@ -458,7 +476,9 @@ def prepare_datum(
         raise InvalidRequestError(
             f"{where}.model_input: {rendered.length} positions exceed the context length of {base.max_context_length}"
         )
-    return make_train_datum(datum, rendered, loss, base.engines.trainer.vocab_size, where, find_record)
+    made = make_train_datum(datum, rendered, loss, base.engines.trainer.vocab_size, where, find_record)
+    routes = None if find_routes is None else find_routes(datum.model_input_spans, rendered)
+    return made if routes is None else replace(made, routes=routes)
 
 
 def bytes_of(request: ForwardBackwardRequest) -> int:

@@ -37,6 +37,7 @@ from tinker_local.backend.sampling.prompt_scores import (
 from tinker_local.backend.sampling.sampler import DrawnTokens, SampleWork, scores_alone, token_budget
 from tinker_local.backend.training.module_outputs import ModuleOutputs
 from tinker_local.backend.training.rotations import Rotations
+from tinker_local.backend.training.routes import RoutedLayers
 from tinker_local.types import (
     InternalError,
     InvalidRequestError,
@@ -97,6 +98,7 @@ class FakeSampler:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="fake-sampler")
         self.max_context_length = model.max_context_length
         self.adapter_dtype: AdapterDType = "float32"
+        self.routed: RoutedLayers | None = None
 
     @property
     def images_encoded(self) -> int:

@@ -34,6 +34,7 @@ from tinker_local.backend.training.module_outputs import ModuleOutputs
 from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.optimizers.optimizer import Limits, Optimizer, OptimizerState
 from tinker_local.backend.training.rotations import Rotations
+from tinker_local.backend.training.routes import RoutedLayers
 from tinker_local.backend.training.trainer import Seat, TrainDatum, TrainResult, TrainWork
 from tinker_local.types import ApiError, InvalidRequestError, LoraConfig, NotFoundError
 from tinker_local.types.base import Frozen
@@ -116,6 +117,7 @@ class FakeTrainer:
         self.vocab_size = model.vocab_size
         self.max_context_length = model.max_context_length
         self.trains = "a fake: adapters are square matrices that change the logits of a bigram model"
+        self.routed: RoutedLayers | None = None
 
     @property
     def images_encoded(self) -> int:

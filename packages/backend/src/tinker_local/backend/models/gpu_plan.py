@@ -138,6 +138,11 @@ class ModelSizes:
         states of as many layers with linear attention."""
         return self._shared * self._positions * self._position_bytes
 
+    @property
+    def routes_share(self) -> float:
+        """What the experts of positions take, beside the part of the KV cache that has their keys and values."""
+        return self.layers * self.chosen / (self._shared * self._position_bytes)
+
     def states_bytes(self, sequences: int) -> int:
         """Of the smallest KV cache with which vLLM starts if a step may have `sequences` and `RESERVED` more. 0 without
         linear attention."""
@@ -374,6 +379,8 @@ def plan_gpu(
         trained = min(max(least, min(most, left // 2)), left - least_kv)
         most_kv = max(least_kv, step.sequences * one_sequence) if kv_cache is None else kv_cache
         cache = min(left - trained, most_kv)
+        if kv_cache is None:  # beside one sequence alone, that is less than what is spared
+            cache = max(least_kv, int(cache / (1 + sizes.routes_share)))
         sequences = sizes.sequences_with_states(cache * sample_ranks, step.sequences)
         found.append(
             GpuPlan(replace(step, sequences=sequences), cache, left - cache if trains else 0, micro_batch_tokens, spare)

@@ -173,6 +173,8 @@ async def _load_base_model(
     of_these = f" ({'; '.join(parts)})" if parts else ""
     progress(f"{names[0]}: started in {time.monotonic() - began:.1f} s{of_these}")
     progress(f"{names[0]}: {engines.trainer.trains}; {model.context_in_words()}")
+    if of_routes := model.routes_in_words():
+        progress(f"{names[0]}: {of_routes}")
     progress(
         f"{names[0]}: trainer and sampler agree to {max(difference, reached.difference):.1g} nats where rounding "
         f"alone makes {base.rounding.mean:.1g} nats, checked in {time.monotonic() - start:.1f} s: {reached}; "
@@ -565,6 +567,7 @@ def _load_real(
         shared_weights=None if holder is None else holder.address,
         weights=weights,
         head_weights=options.head_precision or DENSE,
+        record_routes=options.replay_routes == "auto" and family.lora.experts is not None,
     )
     placed = place_engines(config, engine, options, gpus)
     layout, engines = placed.layout, placed.engines
@@ -593,6 +596,7 @@ def _load_real(
         shards=layout.shards,
         context_parallel=layout.context_parallel,
         share_prefixes=options.share_prefixes == "auto",
+        replay_routes=options.replay_routes == "auto",
         shared_weights=None if holder is None else holder.address,
     )
     several = len(options.train_gpus) * options.train_hosts > 1

@@ -46,6 +46,7 @@ from tinker_local.backend.stages import Stage
 from tinker_local.backend.threads import without_pool
 from tinker_local.backend.training.module_outputs import first_difference
 from tinker_local.backend.training.rotations import Compared, Rotations
+from tinker_local.backend.training.routes import RoutedLayers
 from tinker_local.backend.training.trainer import Trainer
 from tinker_local.backend.weights.memory_holder import MemoryHolder
 from tinker_local.types import ApiError, InvalidRequestError, LoraConfig, SamplingParams
@@ -148,6 +149,7 @@ class ServedModel:
     max_context_length: int = field(init=False)
     sample_turns: SampleTurns = field(init=False)
     replicas: int = field(init=False)
+    routed: RoutedLayers | None = field(init=False)
     scaled: int | None = None
     base_seconds: float = 0.0
     start: Mapping[str, Sequence[Stage]] = field(default_factory=dict)
@@ -156,6 +158,8 @@ class ServedModel:
         self.replicas = 1 if self.pool is None else len(self.pool.replicas)
         self.sample_turns = SampleTurns(self.engines.sequences, self.replicas * PROMPTS_AHEAD)
         self.max_context_length = min(self.engines.trainer.max_context_length, self.engines.sampler.max_context_length)
+        trains, samples = self.engines.trainer.routed, self.engines.sampler.routed
+        self.routed = trains if trains == samples else None
 
     @property
     def problem(self) -> str | None:
@@ -401,6 +405,19 @@ class ServedModel:
             sampler_works=self.memory_sharing.sampler_gate.is_open,
             replicas=self._replicas(),
         )
+
+    def routes_in_words(self) -> str:
+        """Whether experts that samples took are taken in training; empty for a model without routed experts."""
+        trains, samples = self.engines.trainer.routed, self.engines.sampler.routed
+        if self.routed is not None:
+            return (
+                f"gradients on recorded samples take the experts that they took, of {len(self.routed.layers)} layers "
+                f"({self.routed.position_bytes} bytes a position)"
+            )
+        if trains is None and samples is None:
+            return ""
+        why = "have different layers of them" if trains and samples else "do not both say which these are"
+        return f"gradients do not take the experts that samples took: trainer and sampler {why}"
 
     def context_in_words(self) -> str:
         """What context is served, and why it is shorter than the model's, if it is."""

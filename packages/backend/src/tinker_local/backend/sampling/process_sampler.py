@@ -28,6 +28,7 @@ from tinker_local.backend.sampling.sampler import DrawnTokens, Sampler, SampleWo
 from tinker_local.backend.stages import Stage, taken
 from tinker_local.backend.training.module_outputs import ModuleOutputs
 from tinker_local.backend.training.rotations import Rotations
+from tinker_local.backend.training.routes import RoutedLayers
 from tinker_local.types import SampleOutput
 
 SamplerFactory = Callable[..., Sampler]
@@ -71,6 +72,7 @@ class Loaded:
     max_context_length: int
     adapter_dtype: AdapterDType
     can_sleep: bool
+    routed: RoutedLayers | None
     stages: Sequence[Stage]
 
 
@@ -116,7 +118,7 @@ class ServedSampler:
 def loaded(served: ServedSampler) -> Loaded:
     """What a `ProcessSampler` has to know of the sampler; called in its process."""
     sampler = served.sampler
-    return Loaded(sampler.max_context_length, sampler.adapter_dtype, sampler.can_sleep, taken())
+    return Loaded(sampler.max_context_length, sampler.adapter_dtype, sampler.can_sleep, sampler.routed, taken())
 
 
 def state(served: ServedSampler) -> Mapping[str, Any]:
@@ -150,6 +152,7 @@ class ProcessSampler(ProcessEngine):
 
     max_context_length: int
     adapter_dtype: AdapterDType
+    routed: RoutedLayers | None
     can_sleep: bool
 
     def __init__(
@@ -217,6 +220,7 @@ class ProcessSampler(ProcessEngine):
         self.max_context_length = told.max_context_length
         self.adapter_dtype = told.adapter_dtype
         self.can_sleep = told.can_sleep
+        self.routed = told.routed
         self.stages = told.stages
         with self._changing:
             if self.ended or self._closed:

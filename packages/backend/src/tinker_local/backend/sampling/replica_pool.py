@@ -52,6 +52,7 @@ class ReplicaPool:
         self._routes = PrefixRoutes(len(replicas))
         self.max_context_length = min(replica.max_context_length for replica in replicas)
         self.adapter_dtype = replicas[0].adapter_dtype
+        self.routed = replicas[0].routed
 
     @property
     def can_sleep(self) -> bool:

@@ -12,6 +12,7 @@ from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.module_outputs import ModuleOutputs
 from tinker_local.backend.training.rotations import Rotations
+from tinker_local.backend.training.routes import RoutedLayers
 from tinker_local.types import (
     ContextOverflowError,
     InvalidRequestError,
@@ -71,7 +72,8 @@ class SampleWork:
     `topk_sample_logprobs`: how many of the likeliest tokens come with every sampled one. The other fields after
     `num_samples` are questions about the prompt (`prompt_scores`). `target_prompt_logprobs`: int64 [P - 1, K], -1 for
     none. `prompt_logprobs_last_n` None: all positions. `first_sample`: the index of the first sequence in the client's
-    request, on which its seed depends. `replica`: which of several replicas answers, if it works; None: any.
+    request, on which its seed depends. `routes`: sequences come with the experts that their positions took, if the
+    sampler is `routed`. `replica`: which of several replicas answers, if it works; None: any.
 
     `begun` is called once, from any thread, when the first sequence runs on the device. `ended` may be called, from any
     thread, when one of the sequences has ended before the last. `drawn` gets every token of the result before the
@@ -96,6 +98,7 @@ class SampleWork:
     drawn: Drawn | None = None
     grammar: Grammar | None = None
     penalties: Penalties | None = None
+    routes: bool = False
 
     def seeds(self) -> list[int] | None:
         """63 bits for each sequence; None without a seed.
@@ -141,6 +144,9 @@ class Sampler(Protocol):
 
     adapter_dtype: AdapterDType
     """The dtype of adapters in the sampler; a version needs no more digits."""
+
+    routed: RoutedLayers | None
+    """The layers of which it says which experts positions took; None: of none."""
 
     @property
     def can_sleep(self) -> bool:

@@ -408,6 +408,7 @@ class WakingSampler:
         self._memory_sharing = memory_sharing
         self.max_context_length = sampler.max_context_length
         self.adapter_dtype = sampler.adapter_dtype
+        self.routed = sampler.routed
 
     @property
     def can_sleep(self) -> bool:

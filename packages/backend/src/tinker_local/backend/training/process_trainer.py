@@ -21,6 +21,7 @@ from tinker_local.backend.stages import Stage, taken
 from tinker_local.backend.training.module_outputs import ModuleOutputs
 from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.rotations import Rotations
+from tinker_local.backend.training.routes import RoutedLayers
 from tinker_local.backend.training.trainer import Seat, Trainer, TrainResult, TrainWork
 from tinker_local.types import ApiError, LoraConfig
 from tinker_local.types.base import Frozen
@@ -43,6 +44,7 @@ class Loaded:
     vocab_size: int
     max_context_length: int
     trains: str
+    routed: RoutedLayers | None
     adapter_bytes: Mapping[tuple[str, bool, bool, bool, bool], Mapping[int, int]]
     stages: Sequence[Stage]
 
@@ -52,7 +54,7 @@ def loaded(trainer: Trainer) -> Loaded:
     switch = (False, True)
     keys = itertools.product(OPTIMIZERS, switch, switch, switch, switch)
     sizes = {key: adapter_sizes(trainer, *key) for key in keys}
-    return Loaded(trainer.vocab_size, trainer.max_context_length, trainer.trains, sizes, taken())
+    return Loaded(trainer.vocab_size, trainer.max_context_length, trainer.trains, trainer.routed, sizes, taken())
 
 
 def adapter_sizes(
@@ -86,6 +88,7 @@ class ProcessTrainer(ProcessEngine):
     vocab_size: int
     max_context_length: int
     trains: str
+    routed: RoutedLayers | None
 
     def __init__(
         self,
@@ -161,6 +164,7 @@ class ProcessTrainer(ProcessEngine):
         self.vocab_size = told.vocab_size
         self.max_context_length = told.max_context_length
         self.trains = told.trains
+        self.routed = told.routed
         self._adapter_bytes = told.adapter_bytes
         self.stages = told.stages
 

@@ -10,6 +10,7 @@ from tinker_local.backend.adapters.adapter import AdapterDType, AdapterLayout, A
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.module_outputs import ModuleOutputs
 from tinker_local.backend.training.rotations import Rotations
+from tinker_local.backend.training.routes import RoutedLayers, Routes
 from tinker_local.types import ApiError, LoraConfig
 from tinker_local.types.base import Frozen
 
@@ -19,12 +20,14 @@ class TrainDatum:
     """One rendered example of N positions.
 
     `target_tokens`: int64 [N] or [N, K]. `loss_inputs`: float32 arrays of the same shape, by name (`weights`;
-    `logprobs` and `advantages`). Shapes, names and ids are already checked.
+    `logprobs` and `advantages`). Shapes, names and ids are already checked. `routes`: the experts that positions
+    take, where they are recorded; None: of no position.
     """
 
     input: RenderedInput
     target_tokens: npt.NDArray[np.int64]
     loss_inputs: Mapping[str, npt.NDArray[np.float32]]
+    routes: Routes | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +72,10 @@ class Trainer(Protocol):
 
     trains: str
     """What computes the layers, and what adapters reach, in words."""
+
+    routed: RoutedLayers | None
+    """The layers whose experts data may name in `TrainDatum.routes`; None: they may not. With such layers, the metrics
+    of a request say which share of its positions had recorded experts."""
 
     @property
     def images_encoded(self) -> int:

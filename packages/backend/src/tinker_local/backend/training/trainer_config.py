@@ -27,7 +27,7 @@ class TrainerConfig:
     head together, each a part; 1: all are whole on each. `context_parallel`: how many ranks, in a row, share each
     micro-batch, which then has as many times `micro_batch_tokens`. `share_prefixes`: what data of a request begin with
     is computed once. `shared_weights`: the address of a `MemoryHolder` that gets the matrices, for a sampler on the
-    same device; None: they are this trainer's alone.
+    same device; None: they are this trainer's alone. `replay_routes`: the experts that data name are taken.
     """
 
     model: str
@@ -49,3 +49,4 @@ class TrainerConfig:
     context_parallel: int = 1
     share_prefixes: bool = True
     shared_weights: str | None = None
+    replay_routes: bool = True

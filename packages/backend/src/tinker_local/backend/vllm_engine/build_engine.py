@@ -16,7 +16,7 @@ from tinker_local.backend.heap import while_importing
 from tinker_local.backend.options import DType
 from tinker_local.backend.sampling.sampler import RESERVED
 from tinker_local.backend.stages import stage
-from tinker_local.backend.vllm_engine import packed_method, patches, triton_on_cpu
+from tinker_local.backend.vllm_engine import packed_method, patches, record_routes, triton_on_cpu
 from tinker_local.backend.vllm_engine.compat_vllm import (
     BREAKABLE_GRAPHS,
     LORA_RANKS,
@@ -62,7 +62,8 @@ class EngineOptions:
     (`shared_weights.py`). `weights`: the kind of its matrices, of `weights/kinds.py`, and `head_weights` of embedding
     and LM head; those that are not dense are read from a trainer. `spare_bytes`: of a GPU, left to others while nothing
     is sampled. `model_runner`: the runner that the environment of the process that made these options asks for,
-    since an engine may run on another host; "": it asks for none.
+    since an engine may run on another host; "": it asks for none. `record_routes`: keep which experts positions take,
+    if the model has any, for requests that ask for it.
     """
 
     model: str
@@ -85,6 +86,7 @@ class EngineOptions:
     head_weights: str = "dense"
     spare_bytes: int = 0
     model_runner: str = field(default_factory=lambda: os.environ.get(MODEL_RUNNER, ""))
+    record_routes: bool = False
 
 
 def prepare_environment() -> None:
@@ -287,6 +289,8 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
     if not on_cpu and importlib.util.find_spec("flashinfer") is None:
         # Otherwise Qwen3.5 starts on Hopper and fails at its first prompt.
         arguments["additional_config"] = {"gdn_prefill_backend": "triton"}
+    if options.record_routes:
+        arguments["additional_config"] = {**arguments.get("additional_config", {}), record_routes.WANTED: True}
     return arguments
 
 

@@ -10,9 +10,11 @@ from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.rendered_input import RenderedImage, RenderedInput
 from tinker_local.backend.sampling.prompt_scores import PromptQuestions, check_sample_topk
 from tinker_local.backend.sampling.sampler import DrawnTokens, Penalties, SampleWork, token_budget
+from tinker_local.backend.training.routes import with_common
 from tinker_local.backend.vllm_engine.compat_vllm import SAMPLED_TEMPERATURE_MIN
 from tinker_local.backend.vllm_engine.grammar_masks import SEAT, Seat
 from tinker_local.backend.vllm_engine.grammar_process import Matcher
+from tinker_local.backend.vllm_engine.record_routes import ASKED
 from tinker_local.backend.vllm_engine.score_prompts import ask
 from tinker_local.types import (
     InternalError,
@@ -81,8 +83,9 @@ def engine_params(
         sample = copy.copy(params)
         if seeds is not None:
             sample.seed = seeds[index]
-        if matcher is not None:
-            sample.extra_args = {SEAT: Seat(matcher, index)}
+        if matcher is not None or work.routes:
+            seat = {} if matcher is None else {SEAT: Seat(matcher, index)}
+            sample.extra_args = {**seat, **({ASKED: True} if work.routes else {})}
         if questions is not None and index == 0:
             ask(sample, questions)
         samples.append(sample)
@@ -152,11 +155,28 @@ def _stops(stop: str | tuple[str, ...] | tuple[int, ...] | None, vocab_size: int
 def sample_output(outputs: Sequence[Any], work: SampleWork, questions: PromptQuestions | None) -> SampleOutput:
     """The result of vLLM's final outputs, one per sample; the first has the answers to `questions`."""
     asked = {} if questions is None else outputs[0].prompt_logprobs.fields(questions)
+    sequences = tuple(_sequence(output.outputs[0], work.topk_sample_logprobs) for output in outputs)
+    if work.routes:
+        sequences = _with_routes(sequences, outputs, work.prompt.length)
     return SampleOutput(
-        sequences=tuple(_sequence(output.outputs[0], work.topk_sample_logprobs) for output in outputs),
+        sequences=sequences,
         prompt_cache_hit_tokens=outputs[0].num_cached_tokens or 0,
         **asked,
     )
+
+
+def _with_routes(
+    sequences: Sequence[SampledSequence], outputs: Sequence[Any], prompt_length: int
+) -> tuple[SampledSequence, ...]:
+    """`sequences` with the experts of their positions, but for the last, which has not been computed. Of the prompt,
+    those that are the first sequence's are one array."""
+    pending = [getattr(output, "routes", None) for output in outputs]
+    lengths = [prompt_length + sequence.tokens.size - 1 for sequence in sequences]
+    rows = [each.read(length) for each, length in zip(pending, lengths, strict=True) if each is not None]
+    if len(rows) < len(sequences):
+        return tuple(sequences)
+    found = with_common(rows, prompt_length)
+    return tuple(one.model_copy(update={"routes": each}) for one, each in zip(sequences, found, strict=True))
 
 
 def without_last(work: SampleWork) -> SampleWork:

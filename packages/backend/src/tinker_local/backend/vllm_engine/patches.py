@@ -23,6 +23,7 @@ from tinker_local.backend.vllm_engine import (
     draw_tokens,
     grammar_masks,
     lora_operators,
+    record_routes,
     release_engine,
     rotary_on_cpu,
     runner_v1,
@@ -376,11 +377,14 @@ def _report_begun(engine: Any, events: EngineEvents) -> None:
     def reporting(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
         for new in output.scheduled_new_reqs:
-            # Our ids are `number-index`; vLLM appends a random part.
-            events.sequence_begun("-".join(new.req_id.split("-", 2)[:2]))
+            events.sequence_begun(record_routes.external(new.req_id))
         return output
 
     of_engine.schedule = reporting
+
+
+def _return_routes(engine: Any, events: EngineEvents) -> None:
+    record_routes.return_routes(model_runner(engine), scheduler(engine), engine)
 
 
 # The table ----------------------------------------------------------------------------------------------------------
@@ -465,6 +469,32 @@ PATCHES = (
         to_process=vllm_experts.take_adapters_on_cpu,
         to_config=vllm_experts.share_factors,
         on_v2="the same; rows are mapped to adapters by LoraState.make_lora_inputs of gpu/lora_utils.py",
+    ),
+    Patch(
+        "requests that ask for it are told which experts each of their positions took, those of cached prefixes too",
+        "vLLM returns experts in Model Runner V2 alone, of all requests or none, and copies those of every step to the "
+        "host, where it handles them request by request",
+        "0.32",
+        (
+            "set_capture_fn",
+            "top_k",
+            "_quant_method",
+            "layer_id",
+            "initialize_kv_cache",
+            "execute_model",
+            "execute_model_state",
+            "slot_mappings",
+            "_free_request",
+            "step",
+            "init_device",
+            "init_worker",
+        ),
+        ("sampling/test_record_routes.py::test_experts_of_all_positions_are_those_of_the_model",),
+        hook="enable_return_routed_experts of EngineArgs",
+        used_in=("record_routes.py",),
+        to_process=record_routes.watch_new_runners,
+        to_engine=_return_routes,
+        on_v2="the same: ExecuteModelState of gpu/model_runner.py has the slots of a step as slot_mappings_by_layer",
     ),
     Patch(
         "a model with experts may come after one without",

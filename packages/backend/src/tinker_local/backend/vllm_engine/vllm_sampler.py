@@ -17,6 +17,7 @@ from tinker_local.backend.sampling.sampler import SampleWork, scores_alone, toke
 from tinker_local.backend.spare_memory import give_back_at_rest
 from tinker_local.backend.training.module_outputs import ModuleOutputs, watching
 from tinker_local.backend.training.rotations import Rotations
+from tinker_local.backend.training.routes import RoutedLayers
 from tinker_local.backend.vllm_engine import sleep_mode
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions, build_engine
 from tinker_local.backend.vllm_engine.compat_vllm import (
@@ -79,6 +80,7 @@ class VLLMSampler:
         self.max_context_length: int = config.max_model_len
         self.adapter_dtype = options.dtype or default_dtype()
         self._vocab_size: int = config.get_vocab_size()
+        self.routed: RoutedLayers | None = thread.call(self._engine, lambda engine: engine.routed).result()
         self._sees_images = sees_images(config)
         self._grammars = GrammarProcess(options.model, self._vocab_size)
         self.startup_seconds = time.monotonic() - started

@@ -13,7 +13,9 @@ from tinker_local.backend.options import DecoderName
 from tinker_local.backend.training.lora.lora import Target
 from tinker_local.backend.training.lora.lora_batch import LoraBatch
 from tinker_local.backend.training.model.segments import Segments
+from tinker_local.backend.training.model.taken_routes import RowRoutes
 from tinker_local.backend.training.rotations import Rotations
+from tinker_local.backend.training.routes import RoutedLayers
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory, RecomputePolicy
 from tinker_local.backend.weights.large_weights import RESIDENT, Walk
 
@@ -27,7 +29,7 @@ class PackedRow:
     all else is of the T positions of this rank. `deepstack`: [V, H] for each of the first layers, added to its output
     at `image_rows` [V]. `grad_deepstack`: receives their gradients in a backward; empty if none needs them.
     `per_layer` [T, layers, P]: embeddings of the tokens that layers read beside hidden states (`per_layer.py`), if they
-    do.
+    do. `routes`: the experts that are taken, where that is not left to the routers.
     """
 
     embeds: torch.Tensor
@@ -37,6 +39,7 @@ class PackedRow:
     deepstack: Sequence[torch.Tensor] = ()
     grad_deepstack: Sequence[torch.Tensor] = ()
     per_layer: torch.Tensor | None = None
+    routes: RowRoutes | None = None
 
     def add_deepstack(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Add the image features of layer `layer` to its output `hidden` [T, H], in place."""
@@ -65,10 +68,12 @@ class DecoderPass(Protocol):
 
 class Decoder(Protocol):
     """The layers of one base model, with frozen weights. Stateless between calls. `name`: as `--decoder` has it.
-    `least_segment`: how many positions a shorter segment takes the memory of, in a row with segments as long."""
+    `least_segment`: how many positions a shorter segment takes the memory of, in a row with segments as long. `routed`:
+    the layers of which `PackedRow.routes` may say which experts are taken; None: of none."""
 
     name: DecoderName
     least_segment: int
+    routed: RoutedLayers | None
 
     @property
     def targets(self) -> Sequence[Target]:

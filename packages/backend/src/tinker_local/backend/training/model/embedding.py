@@ -7,6 +7,8 @@ from tinker_local.backend.training.model.decoder import PackedRow
 from tinker_local.backend.training.model.load_model import LoadedModel
 from tinker_local.backend.training.model.per_layer import per_layer_embeddings, reads_per_layer
 from tinker_local.backend.training.model.segments import NO_PARENT, Segments
+from tinker_local.backend.training.model.taken_routes import RowRoutes
+from tinker_local.backend.training.routes import RoutedLayers
 from tinker_local.backend.training.run.image_features import ImageFeatureCache
 from tinker_local.backend.training.run.packing import Part
 from tinker_local.backend.training.run.transfer import to_device
@@ -49,15 +51,31 @@ def packed_row(
         named = token_ids.copy()
         named[part.image_rows] = loaded.model.config.get_text_config().pad_token_id  # as transformers does
         per_layer = per_layer_embeddings(modules, to_device(named, device))
+    routes = _row_routes(part, loaded.decoder.routed, device)
     if not part.images and own is None:
-        return PackedRow(embeds, position_ids, segments, per_layer=per_layer)
+        return PackedRow(embeds, position_ids, segments, per_layer=per_layer, routes=routes)
     features = joined([*([images.features(part.images)] if part.images else []), *([own] if own else [])])
     image_rows = to_device(part.image_rows, device)
     feature_rows = to_device(part.feature_rows, device)
     embeds.index_copy_(0, image_rows, features.embeds[feature_rows].to(embeds.dtype))
     deepstack = tuple(level[feature_rows] for level in features.deepstack)
     grad_deepstack = tuple(torch.zeros_like(level, dtype=embeds.dtype) for level in deepstack) if gradient else ()
-    return PackedRow(embeds, position_ids, segments, image_rows, deepstack, grad_deepstack, per_layer)
+    return PackedRow(embeds, position_ids, segments, image_rows, deepstack, grad_deepstack, per_layer, routes)
+
+
+def _row_routes(part: Part, routed: RoutedLayers | None, device: torch.device) -> RowRoutes | None:
+    """The experts that positions of `part` take; None if nothing is recorded of any item of its row."""
+    items = part.packed.items
+    if routed is None or all(item.datum.routes is None for item in items):
+        return None
+    rows = [
+        routed.unrecorded(added)
+        if item.datum.routes is None
+        else item.datum.routes.read(item.length - added, item.length)
+        for item, added in zip(items, part.packed.added, strict=True)
+    ]
+    whole = np.concatenate([*rows, routed.unrecorded(part.padding)])
+    return RowRoutes(to_device(whole[part.start : part.stop], device), routed.experts)
 
 
 def own_gradients(part: Part, row: PackedRow, grad_embeds: torch.Tensor) -> ImageFeatures:

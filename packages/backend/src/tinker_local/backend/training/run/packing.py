@@ -51,7 +51,7 @@ def in_order(items: Iterable[Item], *, share: bool = False) -> list[Item]:
 
 def _shared(group: Iterable[Item]) -> list[Item]:
     items = list(group)
-    order = shared_prefixes([item.datum.input for item in items])
+    order = shared_prefixes([item.datum.input for item in items], [item.datum.routes for item in items])
     return [replace(items[at], shared=shared) for at, shared in order]
 
 

@@ -1,7 +1,8 @@
 """Which data of a request begin alike, and where their positions are in a row that has what they share once.
 
-A *prefix* is shared by data of one request, and so of one adapter, whose tokens and images are equal up to there: all
-that a position depends on comes before it. Host arrays only.
+A *prefix* is shared by data of one request, and so of one adapter, whose tokens, images and recorded experts are equal
+up to there: all that a position depends on comes before it. So samples that took other experts for the end of their
+prompt share what comes before, and each takes its own. Host arrays only.
 
 Legend: N positions of a datum, T of a row.
 """
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.rendering.rendered_input import RenderedImage, RenderedInput
 from tinker_local.backend.training.model.segments import NO_PARENT
+from tinker_local.backend.training.routes import Routes, digests, first_difference
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -26,17 +28,29 @@ LEAST_PART = 32
 about as much as a hundredth of its positions."""
 
 
-def shared_prefixes(inputs: Sequence[RenderedInput]) -> list[tuple[int, int]]:
+def shared_prefixes(
+    inputs: Sequence[RenderedInput], routes: Sequence[Routes | None] | None = None
+) -> list[tuple[int, int]]:
     """An order of `inputs` in which those that begin alike are adjacent, as (number in `inputs`, positions shared with
-    the one before in this order). Groups, of which an input that shares nothing is one, are sorted by their longest."""
+    the one before in this order). Groups, of which an input that shares nothing is one, are sorted by their longest.
+    `routes`: of each, if experts are recorded of any."""
     images: dict[ImageKey, int] = {}
     for placed in itertools.chain.from_iterable(each.images for each in inputs):
         images.setdefault(_key(placed.image), -1 - len(images))
     contents = [_contents(each, images) for each in inputs]
-    order = sorted(range(len(inputs)), key=lambda at: contents[at].tobytes())
+    taken = [None] * len(inputs) if routes is None else routes
+    keys = contents
+    if any(each is not None for each in taken):
+        known: dict[int, npt.NDArray[np.int32]] = {}
+        of_routes = [digests(each, of.length, known) for each, of in zip(taken, inputs, strict=True)]
+        keys = [np.stack(pair, axis=1) for pair in zip(contents, of_routes, strict=True)]
+    order = sorted(range(len(inputs)), key=lambda at: keys[at].tobytes())
     groups: list[list[tuple[int, int]]] = []
     for before, at in zip([None, *order], order, strict=False):
-        shared = 0 if before is None else _worth_sharing(contents[before], contents[at])
+        shared = 0
+        if before is not None and (alike := _alike(contents[before], contents[at])):
+            alike = _outside_images(first_difference(taken[before], taken[at], alike), inputs[at])
+            shared = alike if alike >= _least(max(len(contents[before]), len(contents[at]))) else 0
         if shared:
             groups[-1].append((at, shared))
         else:
@@ -59,12 +73,22 @@ def _contents(input: RenderedInput, images: dict[ImageKey, int]) -> npt.NDArray[
     return found
 
 
-def _worth_sharing(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
-    """How many positions both begin with, if that is enough to share them."""
+def _alike(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
+    """How many positions both begin with."""
     length = min(len(one), len(other))
     different = one[:length] != other[:length]
-    shared = int(different.argmax()) if different.any() else length
-    return shared if shared >= max(LEAST_SHARED, max(len(one), len(other)) // LEAST_PART) else 0
+    return int(different.argmax()) if different.any() else length
+
+
+def _outside_images(position: int, input: RenderedInput) -> int:
+    """`position`, or the start of the image that it is inside of."""
+    inside = (each.offset for each in input.images if each.offset < position < each.offset + each.image.num_tokens)
+    return next(inside, position)
+
+
+def _least(longer: int) -> int:
+    """How many positions are enough to share them, if the longer datum has so many."""
+    return max(LEAST_SHARED, longer // LEAST_PART)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

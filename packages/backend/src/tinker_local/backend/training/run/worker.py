@@ -39,6 +39,7 @@ from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.optimizers.optimizer import OptimizerState
 from tinker_local.backend.training.parallel.ranks import ONE_RANK, Ranks, fingerprint
 from tinker_local.backend.training.rotations import Rotations
+from tinker_local.backend.training.routes import REPLAYED, Routes, replayed_share
 from tinker_local.backend.training.run import nudging
 from tinker_local.backend.training.run.micro_batch import MicroBatchRunner
 from tinker_local.backend.training.run.packing import Item
@@ -87,6 +88,7 @@ class HFTrainer:
             self.trains += f"; linear attention is computed by {delta_rule.kernels_for(loaded.device, loaded.dtype)[1]}"
         if attention := flash_attention.in_words(loaded.device, loaded.dtype):
             self.trains += f"; {attention}"
+        self.routed = loaded.decoder.routed if config.replay_routes else None
         self.max_rank = config.max_rank
         self._budget = TokenBudget(config.micro_batch_tokens)
         self._loaded = loaded
@@ -270,7 +272,15 @@ class HFTrainer:
         tally = self._passes.run(forward, gradient=False)
         results |= {at: tally.result(at) for at in forward}
         results |= self._train(backward)
-        return [results[at] for at in range(len(work))]
+        return [self._with_share(results[at], each) for at, each in enumerate(work)]
+
+    def _with_share(self, result: TrainResult | ApiError, work: TrainWork) -> TrainResult | ApiError:
+        """`result` of `work`, of a model with routed experts with the share of positions that took recorded ones."""
+        if self.routed is None or isinstance(result, ApiError):
+            return result
+        positions = sum(datum.input.length for datum in work.data)
+        share = replayed_share([datum.routes for datum in work.data], positions)
+        return replace(result, metrics={**result.metrics, REPLAYED: share})
 
     def logprobs(self, adapter_id: str | None, *inputs: RenderedInput, nudge: int = 0) -> npt.NDArray[np.float32]:
         """log p(token[i+1] | tokens[..i]), float32 [N-1] of each input, concatenated. All inputs share one row.
@@ -382,6 +392,8 @@ class HFTrainer:
         config = loss.complete_settings(work.loss_config)
         for i, datum in enumerate(work.data):
             self._check_input(datum.input, f"data[{i}].model_input")
+            if datum.routes is not None:
+                self._check_routes(datum.routes, datum.input.length, f"data[{i}]")
             check_train_datum(datum, loss, f"data[{i}]")
         return replace(work, loss_config=config)
 
@@ -398,6 +410,13 @@ class HFTrainer:
         if input.images and self._loaded.family.vision is None:
             raise InvalidRequestError(f"{where}: holds images, but {self.name} reads text only")
         self._check_images(input, where)
+
+    def _check_routes(self, routes: Routes, positions: int, where: str) -> None:
+        """An expert out of range would destroy the process's CUDA context."""
+        if self.routed is None:
+            raise InvalidRequestError(f"{where}: names experts, which {self.name} does not take here")
+        if fault := self.routed.fault(routes, positions):
+            raise InvalidRequestError(f"{where}: its routes {fault}")
 
     def _check_images(self, input: RenderedInput, where: str) -> None:
         """InvalidRequestError for images that transformers' class does not compute, which the start has found out."""

@@ -11,7 +11,7 @@ Legend: T tokens, H hidden size, N heads, D head size.
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,9 @@ from tinker_local.backend.training.model.decoders.transformers_positions import 
 from tinker_local.backend.training.model.experts import ExpertWeights
 from tinker_local.backend.training.model.per_layer import per_layer_arguments
 from tinker_local.backend.training.model.segments import Segments
+from tinker_local.backend.training.model.taken_routes import LayerRoutes, RowRoutes, taking
 from tinker_local.backend.training.rotations import Rotations
+from tinker_local.backend.training.routes import RoutedLayers
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory, Keep, LayerMemory, RecomputePolicy
 from tinker_local.backend.weights.dense import dense
 from tinker_local.backend.weights.frozen_matrix import FrozenMatrix, MakeMatrix
@@ -76,12 +78,13 @@ class AutogradDecoder:
         self._modules = modules
         self._run: _Run | None = None
         self._weights = weights
+        self.routed: RoutedLayers | None = None
         in_layers = {module for layer in modules.layers for module in layer.modules()}
         norms = [module for module in modules.modules() if module not in in_layers and is_norm(module)]
         gated: list[Any] = []
         deltas: list[Any] = []
         convolutions: list[Any] = []
-        experts: list[tuple[str, Any]] = []
+        experts: list[tuple[int, str, Any]] = []
         with weights.walk(backward=False) as walk:
             for index, layer in enumerate(modules.layers):
                 walk.layer(index)
@@ -93,7 +96,7 @@ class AutogradDecoder:
                     raise UnsupportedError(f"layer {index} has routed experts, of which its family knows nothing")
                 if lora.experts is not None:
                     named = layer.named_modules(prefix=f"{path}.layers.{index}")
-                    experts += [(name, module) for name, module in named if is_experts(module)]
+                    experts += [(index, name, module) for name, module in named if is_experts(module)]
         self.least_segment = CHUNK if deltas else 1
         for linear in self._by_module:
             linear.forward = functools.partial(self._linear, linear, linear.forward)
@@ -101,10 +104,13 @@ class AutogradDecoder:
             delta.forward = functools.partial(self._delta, delta, delta.forward)
         for convolution in convolutions:
             convolution.forward = functools.partial(self._convolution, convolution, convolution.forward)
+        self._experts_of: dict[int, Any] = {}
+        self._chosen: dict[Any, int] = {}
         self._expert_targets: dict[Any, list[Target]] = {}
         self._expert_weights: dict[Any, ExpertWeights] = {}
         if lora.experts is not None:
-            for index, (name, module) in enumerate(experts):
+            for index, (layer_index, name, module) in enumerate(experts):
+                self._experts_of[layer_index] = module
                 self._expert_targets[module] = expert_targets(name, "experts", index, module, lora.experts)
                 of_module = weights_of(module)
                 assert of_module is not None, "is_experts"
@@ -151,6 +157,32 @@ class AutogradDecoder:
     def measure(self) -> None:
         """Measure what `memory` needs, which walks through the weights."""
         assert self._bytes_per_token
+        self.routed = self._routed()
+
+    def _routed(self) -> RoutedLayers | None:
+        """None if not all routers take experts that are given, or not equally many. A layer has one module of
+        experts, or `_expert_targets` has more of them than `_experts_of`."""
+        sizes = {(self._chosen[one], self._expert_weights[one].down.count) for one in self._expert_weights}
+        if len(sizes) != 1 or len(self._experts_of) != len(self._expert_weights):
+            return None
+        routed = RoutedLayers(tuple(self._experts_of), *sizes.pop())
+        device = next(self._modules.parameters()).device
+        experts = torch.arange(routed.chosen, device=device).expand(4, len(routed.layers), -1)
+        row = replace(self._row(4), routes=RowRoutes(experts, routed.experts))
+        batch = LoraBatch({}, [], self._dtype, torch.float32, gradient=False)
+        self.routed = routed
+        try:
+            with torch.no_grad(), self._weights.walk(backward=False) as walk:
+                self.forward(row, batch, None, walk)
+        except UnsupportedError:
+            return None
+        return routed
+
+    def _row(self, tokens: int) -> PackedRow:
+        parameter = next(self._modules.parameters())
+        embeds = torch.zeros(tokens, self._modules.config.hidden_size, dtype=parameter.dtype, device=parameter.device)
+        positions = torch.arange(tokens, device=parameter.device)[None]
+        return PackedRow(embeds, positions, Segments((tokens,), parameter.device))
 
     def undo(self) -> None:
         """Restore the modules' own forward methods."""
@@ -211,6 +243,7 @@ class AutogradDecoder:
     ) -> Any:
         if self._run is None:
             return original(x, experts, scores)
+        self._chosen[module] = experts.shape[1]
         gate, _, down = self._expert_targets[module]
         low_ranks = (self._run.lora.group(target.group, target.index) for target in (gate, down))
         return packed_experts(self._expert_weights[module], x, experts, scores, *low_ranks)
@@ -223,6 +256,8 @@ class AutogradDecoder:
         if run is None:
             return original(*args, **kwargs)
         run.walk.layer(index)
+        if run.row.routes is not None and self.routed is not None and index in self.routed.layers:
+            original = _routing(original, run.row.routes.layer(self.routed.layers.index(index)))
         if run.policy is not None and run.policy[index] is Keep.INPUT:
             output = checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
         else:
@@ -239,10 +274,7 @@ class AutogradDecoder:
         return [(b - a) // 32 for a, b in zip(few, many, strict=True)]
 
     def _kept_bytes(self, tokens: int) -> list[int]:
-        parameter = next(self._modules.parameters())
-        embeds = torch.zeros(tokens, self._modules.config.hidden_size, dtype=parameter.dtype, device=parameter.device)
-        positions = torch.arange(tokens, device=parameter.device)[None]
-        row = PackedRow(embeds, positions, Segments((tokens,), parameter.device))
+        parameter, row = next(self._modules.parameters()), self._row(tokens)
         config = LoraConfig(rank=1)
         specs = layout(self.targets, config)
         adapter = Adapter(config, specs, torch.zeros(specs[-1].stop, device=parameter.device))
@@ -268,6 +300,16 @@ class AutogradDecoder:
             for hook in hooks:
                 hook.remove()
         return [sum(layer.values()) for layer in kept]
+
+
+def _routing(layer: Callable[..., Any], routes: LayerRoutes) -> Callable[..., Any]:
+    """`layer`, whose router takes `routes`, also when it is computed again."""
+
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        with taking(routes):
+            return layer(*args, **kwargs)
+
+    return routed
 
 
 @dataclass(slots=True, eq=False)

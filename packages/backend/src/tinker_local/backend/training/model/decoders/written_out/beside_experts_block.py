@@ -28,6 +28,7 @@ from tinker_local.backend.training.model.experts import (
     down,
     experts_backward,
 )
+from tinker_local.backend.training.model.taken_routes import takes_routes
 from tinker_local.backend.training.run.block_memory import BlockMemory, experts_memory
 from tinker_local.types import UnsupportedError
 
@@ -36,7 +37,8 @@ from tinker_local.types import UnsupportedError
 class BesideExpertsBlock:
     """The weights of block `index`. `mlp`: with norm_1 after it, and the norm before; `norm` [H]: norm_m;
     `after_experts` and `after`: norm_2 and norm'. `router(x)`: transformers' module, which returns scores [T, K] and
-    experts [T, K] behind the shares of all experts. Adapters do not train it."""
+    experts [T, K] behind the shares of all experts. Adapters do not train it. `takes_routes`: whether it takes experts
+    that are given."""
 
     index: int
     mlp: MlpBlock
@@ -48,6 +50,7 @@ class BesideExpertsBlock:
     after_experts: NormAfter
     after: NormAfter
     targets: tuple[Target, ...]
+    takes_routes: bool
 
     module: ClassVar[str] = "mlp"
     parameters: ClassVar[Set[str]] = frozenset(
@@ -75,6 +78,7 @@ class BesideExpertsBlock:
             replace(part, path=f"{part.path}.mlp", module=layer.mlp, after=layer.post_feedforward_layernorm_1)
         )
         norm, epsilon = norm_weight(layer.pre_feedforward_layernorm_2)
+        chosen, down = layer.router.config.top_k_experts, weights.down
         of_experts = expert_targets(path, "experts", part.index, layer.experts, part.experts)
         return cls(
             index=part.index,
@@ -82,11 +86,12 @@ class BesideExpertsBlock:
             norm=norm,
             epsilon=epsilon,
             router=layer.router,
-            chosen=layer.router.config.top_k_experts,
+            chosen=chosen,
             weights=weights,
             after_experts=NormAfter(*norm_weight(layer.post_feedforward_layernorm_2)),
             after=after,
             targets=(*mlp.targets, *of_experts),
+            takes_routes=takes_routes(layer.router, down.outputs, chosen, down.count),
         )
 
     def start(self, x: torch.Tensor, context: RowContext) -> "BesideExpertsPass":
@@ -142,7 +147,7 @@ class BesideExpertsPass(RoutedPass):
             grad_experts, m, scores, routing, block.weights, kept, *self.low_ranks(), c.kernels
         )
         del grad_experts
-        with torch.enable_grad():
+        with torch.enable_grad(), self.taking():
             leaf = self.x.detach().requires_grad_()
             again = block.router(leaf)[1]
         (by_scores,) = torch.autograd.grad(again, leaf, grad_scores)
@@ -150,5 +155,6 @@ class BesideExpertsPass(RoutedPass):
         return self.mlp.backward(grad_both, grad_x)
 
     def chosen(self, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        _, scores, experts = self.block.router(self.x)
+        with self.taking():
+            _, scores, experts = self.block.router(self.x)
         return scores, experts

@@ -17,6 +17,7 @@ from tinker_local.backend.training.lora.lora import Target
 from tinker_local.backend.training.lora.lora_batch import LoraBatch
 from tinker_local.backend.training.model.attention_rule import AttentionRule
 from tinker_local.backend.training.model.segments import Segments, wide_dtype
+from tinker_local.backend.training.model.taken_routes import LayerRoutes
 from tinker_local.backend.training.run.block_memory import BlockMemory
 from tinker_local.backend.weights.frozen_matrix import MakeMatrix
 
@@ -35,7 +36,7 @@ class RowContext:
     of the D numbers of a head, by the kind of layer; under None if all layers have the same. `query_angles`: the same
     for queries, with what multiplies them. `per_layer` [T, layers, P]: what layers read beside hidden states, if they
     do. `lent`: keys and values that later layers of a kind read, too, from the forward of the layer that has them to
-    its backward."""
+    its backward. `routes`: the experts that blocks take, of those that do not choose them all."""
 
     kernels: Kernels
     segments: Segments
@@ -44,6 +45,7 @@ class RowContext:
     lora: LoraBatch
     per_layer: torch.Tensor | None = None
     lent: dict[str | None, "LentKeys"] = field(default_factory=dict)
+    routes: Mapping[object, LayerRoutes] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)

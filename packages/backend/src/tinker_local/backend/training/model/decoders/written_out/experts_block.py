@@ -7,6 +7,7 @@ hidden size, K experts of a token, S = T K, I intermediate size of an expert, R 
 """
 
 from collections.abc import Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -31,6 +32,7 @@ from tinker_local.backend.training.model.experts import (
     experts_backward,
     gate_and_up,
 )
+from tinker_local.backend.training.model.taken_routes import takes_routes, taking
 from tinker_local.backend.training.run.block_memory import BlockMemory, experts_memory
 from tinker_local.backend.weights.dense import DenseMatrix
 from tinker_local.backend.weights.frozen_matrix import FrozenMatrix
@@ -42,7 +44,8 @@ class ExpertsBlock:
     """The weights of experts block `index`; `norm` [H]. `router(m, *choice)`: transformers' module,
     which returns logits, scores [T, K] and experts [T, K]; `choice`: the bias of which experts it takes, if it is not
     the router's own; `router_matrix` [E, H]: its weights; `softmax`: whether the scores are the softmax of the chosen
-    experts' logits. `shared`: the expert that every position takes, or None."""
+    experts' logits. `shared`: the expert that every position takes, or None. `takes_routes`: whether the router takes
+    experts that are given."""
 
     index: int
     norm: torch.Tensor
@@ -55,6 +58,7 @@ class ExpertsBlock:
     weights: ExpertWeights
     shared: MlpBlock | None
     targets: tuple[Target, ...]
+    takes_routes: bool
 
     module: ClassVar[str] = "mlp"
     parameters: ClassVar[Set[str]] = frozenset(
@@ -106,6 +110,7 @@ class ExpertsBlock:
             weights=weights,
             shared=shared,
             targets=(*of_experts, *(() if shared is None else shared.targets)),
+            takes_routes=takes_routes(router, weights.down.outputs, router.top_k, weights.down.count, *choice),
         )
 
     def start(self, x: torch.Tensor, context: RowContext) -> "ExpertsPass":
@@ -160,6 +165,10 @@ class RoutedPass:
             given = present(self.gate_up), self.h, present(self.scores), present(self.routing), self.block.weights
             _, self.mid = activate(*given, *low_ranks, self.context.kernels)
 
+    def taking(self) -> AbstractContextManager[None]:
+        """A context in which the router takes the experts that the row names."""
+        return taking(self.context.routes.get(self.block))
+
     def low_ranks(self) -> tuple[LowRank | None, LowRank | None]:
         """Of gate and up, and of down."""
         lora, index = self.context.lora, self.block.index
@@ -210,11 +219,12 @@ class ExpertsPass(RoutedPass):
             grad_logits = chosen_softmax_backward(grad_scores, present(self.scores), experts, count)
             block.router_matrix.add_back(grad_m, grad_logits.to(grad_m.dtype))
             return
-        with torch.enable_grad():
+        with torch.enable_grad(), self.taking():
             leaf = m.detach().requires_grad_()
             scores = block.router(leaf, *block.choice)[1]
         grad_m += torch.autograd.grad(scores, leaf, grad_scores)[0]
 
     def chosen(self, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        _, scores, experts = self.block.router(m, *self.block.choice)
+        with self.taking():
+            _, scores, experts = self.block.router(m, *self.block.choice)
         return scores, experts

@@ -3,7 +3,7 @@
 Legend: T tokens, H hidden size, R columns of adapters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from tinker_local.backend.training.model.decoders.written_out.attention_block im
     AttentionPass,
     QueryScale,
 )
+from tinker_local.backend.training.model.decoders.written_out.beside_experts_block import BesideExpertsBlock
 from tinker_local.backend.training.model.decoders.written_out.block import (
     Angles,
     Block,
@@ -27,11 +28,14 @@ from tinker_local.backend.training.model.decoders.written_out.block import (
     present,
 )
 from tinker_local.backend.training.model.decoders.written_out.delta_block import DeltaBlock
+from tinker_local.backend.training.model.decoders.written_out.experts_block import ExpertsBlock
 from tinker_local.backend.training.model.decoders.written_out.gemma4_attention import Gemma4AttentionBlock
 from tinker_local.backend.training.model.decoders.written_out.layer_end import LayerEndBlock
 from tinker_local.backend.training.model.per_layer import ProjectPerLayer
 from tinker_local.backend.training.model.segments import Segments
+from tinker_local.backend.training.model.taken_routes import LayerRoutes
 from tinker_local.backend.training.rotations import Rotations, rotation
+from tinker_local.backend.training.routes import RoutedLayers
 from tinker_local.backend.training.run.block_memory import attended_bytes, decoder_memory, worth_keeping
 from tinker_local.backend.training.run.recompute_policy import ActivationMemory, Keep, RecomputePolicy
 from tinker_local.backend.weights.large_weights import RESIDENT, Walk
@@ -80,6 +84,13 @@ class WrittenOutDecoder:
         self.targets = [target for layer in layers for block in layer for target in block.targets]
         self.least_segment = CHUNK if any(isinstance(block, DeltaBlock) for layer in layers for block in layer) else 1
         check_distinct(self.targets)
+        self._experts = {
+            index: block
+            for index, layer in enumerate(layers)
+            for block in layer
+            if isinstance(block, ExpertsBlock | BesideExpertsBlock)
+        }
+        self.routed = _routed(self._experts)
 
     def forward(
         self, row: PackedRow, lora: LoraBatch, policy: RecomputePolicy | None, walk: Walk = RESIDENT
@@ -103,12 +114,15 @@ class WrittenOutDecoder:
 
     def _context(self, row: PackedRow, lora: LoraBatch, per_layer: torch.Tensor | None = None) -> RowContext:
         angles = {kind: self._angles(row, kind) for kind in self.kinds}
+        routes: dict[object, LayerRoutes] = {}
+        if row.routes is not None:
+            routes = {block: row.routes.layer(place) for place, block in enumerate(self._experts.values())}
         if self.query_scale is None:
-            return RowContext(self.kernels, row.segments, angles, angles, lora, per_layer)
+            return RowContext(self.kernels, row.segments, angles, angles, lora, per_layer, routes=routes)
         scale = self.query_scale(row.position_ids.flatten())[:, None]
         # Not rounded to 16 bits, as vLLM does not.
         scaled = {kind: (scale * cos, scale * sin) for kind, (cos, sin) in angles.items()}
-        return RowContext(self.kernels, row.segments, angles, scaled, lora, per_layer)
+        return RowContext(self.kernels, row.segments, angles, scaled, lora, per_layer, routes=routes)
 
     def _angles(self, row: PackedRow, kind: str | None) -> Angles:
         """cos and sin [T, rotary], first those of one half; some of transformers' modules give these alone."""
@@ -161,6 +175,14 @@ class WrittenOutDecoder:
         ends = (block.per_layer for block in blocks if isinstance(block, LayerEndBlock))
         read: int = sum(tokens * end.gate.outputs * itemsize for end in ends if end is not None)
         return lent + 2 * read
+
+
+def _routed(experts: Mapping[int, ExpertsBlock | BesideExpertsBlock]) -> RoutedLayers | None:
+    """Of blocks by layer; None if not all of them take experts that are given, or not equally many."""
+    sizes = {(block.chosen, block.weights.down.count) for block in experts.values()}
+    if len(sizes) != 1 or not all(block.takes_routes for block in experts.values()):
+        return None
+    return RoutedLayers(tuple(experts), *sizes.pop())
 
 
 @dataclass(slots=True, eq=False)
