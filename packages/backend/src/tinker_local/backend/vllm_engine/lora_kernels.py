@@ -169,3 +169,132 @@ def _one_row(  # type: ignore[no-untyped-def]
         of_h = tl.load(h + piece * rank + ranks, mask=ranks < rank, other=0.0)
         found += tl.sum(of_b.to(tl.float32) * of_h[None, :], 1)
     tl.store(y + outputs, found.to(y.dtype.element_ty), mask=outputs < out)
+
+
+# Many rows ------------------------------------------------------------------------------------------------------------
+
+
+def shrink_many(
+    x_mi: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    rows_by_adapter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    adapters: int,
+    parts: int,
+    tile: int = 32,
+    reads: int = 128,
+    warps: int = 4,
+    stages: int = 3,
+) -> torch.Tensor:
+    """float32 [parts, S, M, R], whose sum over parts is A x of each row that has an adapter.
+
+    `rows_by_adapter`: as vLLM's `LoRAKernelMeta` has them on the device: rows by their slot, how many each adapter has,
+    where they begin, and the slots. `adapters`: how many of these to look at.
+    """
+    order, counts, starts, slots = rows_by_adapter
+    rows, width = x_mi.shape
+    rank = a[0].shape[-2]
+    h = torch.empty((parts, len(a), rows, rank), dtype=torch.float32, device=x_mi.device)
+    _shrink_many[(triton.cdiv(rows, tile) * parts, len(a), adapters)](
+        x_mi, table_of(a), order, counts, starts, slots, h, x_mi.stride(0), rows, len(a),
+        width=width, rank=rank, parts=parts, tile=tile, reads=reads, padded=max(16, triton.next_power_of_2(rank)),
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return h
+
+
+@triton.jit
+def _shrink_many(  # type: ignore[no-untyped-def]
+    x, table, order, counts, starts, slots, h, x_stride, rows, slices,
+    width: tl.constexpr, rank: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr, reads: tl.constexpr,
+    padded: tl.constexpr,
+):  # fmt: skip
+    adapter = tl.program_id(2)
+    slot = tl.load(slots + adapter).to(tl.int64)
+    count = tl.load(counts + adapter)
+    part = tl.program_id(0) % parts
+    first = tl.program_id(0) // parts * tile
+    if (slot < 0) | (first >= count):
+        return
+    piece = tl.program_id(1)
+    at = first + tl.arange(0, tile)
+    row = tl.load(order + tl.load(starts + adapter) + at, mask=at < count, other=0).to(tl.int64)
+    ranks = tl.arange(0, padded)
+    a = tl.load(table + piece).to(tl.pointer_type(x.dtype.element_ty)) + slot * rank * width
+    total = tl.zeros((tile, padded), tl.float32)
+    for start in range(part * reads, width, parts * reads):
+        columns = start + tl.arange(0, reads)
+        of_x = tl.load(
+            x + row[:, None] * x_stride + columns[None, :],
+            mask=(at < count)[:, None] & (columns < width)[None, :], other=0.0,
+        )  # fmt: skip
+        of_a = tl.load(
+            a + ranks[None, :] * width + columns[:, None],
+            mask=(ranks < rank)[None, :] & (columns < width)[:, None], other=0.0,
+        )  # fmt: skip
+        total += tl.dot(of_x, of_a)
+    place = h + ((part * slices + piece) * rows + row[:, None]) * rank + ranks[None, :]
+    tl.store(place, total, mask=(at < count)[:, None] & (ranks < rank)[None, :])
+
+
+def expand_many(
+    y_mo: torch.Tensor,
+    h: torch.Tensor,
+    b: Sequence[torch.Tensor],
+    widths: Sequence[int],
+    rows_by_adapter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    adapters: int,
+    tile: int = 32,
+    span: int = 128,
+    spans: int = 4,
+    warps: int = 4,
+) -> None:
+    """y += B h, in place, with `h` of `shrink_many`. A program writes `spans` times `span` columns of `tile` rows."""
+    order, counts, starts, slots = rows_by_adapter
+    parts, slices, rows, rank = h.shape
+    _expand_many[(triton.cdiv(rows, tile) * triton.cdiv(max(widths), span * spans), slices, adapters)](
+        y_mo, table_of(b), _widths(tuple(widths), y_mo.device), order, counts, starts, slots, h, y_mo.stride(0), rows,
+        slices, triton.cdiv(rows, tile), rank=rank, parts=parts, tile=tile, span=span, spans=spans,
+        padded=max(16, triton.next_power_of_2(rank)), num_warps=warps,
+    )  # fmt: skip
+
+
+@triton.jit
+def _expand_many(  # type: ignore[no-untyped-def]
+    y, table, begins, order, counts, starts, slots, h, y_stride, rows, slices, tiles,
+    rank: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr, span: tl.constexpr, spans: tl.constexpr,
+    padded: tl.constexpr,
+):  # fmt: skip
+    adapter = tl.program_id(2)
+    slot = tl.load(slots + adapter).to(tl.int64)
+    count = tl.load(counts + adapter)
+    first = tl.program_id(0) % tiles * tile
+    if (slot < 0) | (first >= count):
+        return
+    piece = tl.program_id(1)
+    begin = tl.load(begins + piece)
+    width = tl.load(begins + piece + 1) - begin
+    column = tl.program_id(0) // tiles * span * spans
+    if column >= width:
+        return
+    at = first + tl.arange(0, tile)
+    row = tl.load(order + tl.load(starts + adapter) + at, mask=at < count, other=0).to(tl.int64)
+    ranks = tl.arange(0, padded)
+    known = (at < count)[:, None] & (ranks < rank)[None, :]
+    total = tl.zeros((tile, padded), tl.float32)
+    for part in tl.static_range(parts):
+        total += tl.load(
+            h + ((part * slices + piece) * rows + row[:, None]) * rank + ranks[None, :], mask=known, other=0.0
+        )
+    total = total.to(y.dtype.element_ty)
+    b = tl.load(table + piece).to(tl.pointer_type(y.dtype.element_ty)) + slot * rank * width
+    for _ in range(spans):
+        columns = column + tl.arange(0, span)
+        of_b = tl.load(
+            b + columns[None, :] * rank + ranks[:, None],
+            mask=(columns < width)[None, :] & (ranks < rank)[:, None], other=0.0,
+        )  # fmt: skip
+        place = y + row[:, None] * y_stride + begin + columns[None, :]
+        inside = (at < count)[:, None] & (columns < width)[None, :]
+        found = tl.load(place, mask=inside, other=0.0).to(tl.float32) + tl.dot(total, of_b)
+        tl.store(place, found.to(y.dtype.element_ty), mask=inside)
+        column += span
