@@ -254,7 +254,7 @@ def expand_many(
     _expand_many[(triton.cdiv(rows, tile) * triton.cdiv(max(widths), span * spans), slices, adapters)](
         y_mo, table_of(b), _widths(tuple(widths), y_mo.device), order, counts, starts, slots, h, y_mo.stride(0), rows,
         slices, triton.cdiv(rows, tile), rank=rank, parts=parts, tile=tile, span=span, spans=spans,
-        padded=max(16, triton.next_power_of_2(rank)), num_warps=warps,
+        padded=max(16, triton.next_power_of_2(rank)), fits=y_mo.numel() < 2**31, num_warps=warps,
     )  # fmt: skip
 
 
@@ -262,7 +262,7 @@ def expand_many(
 def _expand_many(  # type: ignore[no-untyped-def]
     y, table, begins, order, counts, starts, slots, h, y_stride, rows, slices, tiles,
     rank: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr, span: tl.constexpr, spans: tl.constexpr,
-    padded: tl.constexpr,
+    padded: tl.constexpr, fits: tl.constexpr,
 ):  # fmt: skip
     adapter = tl.program_id(2)
     slot = tl.load(slots + adapter).to(tl.int64)
@@ -277,7 +277,8 @@ def _expand_many(  # type: ignore[no-untyped-def]
     if column >= width:
         return
     at = first + tl.arange(0, tile)
-    row = tl.load(order + tl.load(starts + adapter) + at, mask=at < count, other=0).to(tl.int64)
+    row = tl.load(order + tl.load(starts + adapter) + at, mask=at < count, other=0)
+    offset = row * y_stride if fits else row.to(tl.int64) * y_stride
     ranks = tl.arange(0, padded)
     known = (at < count)[:, None] & (ranks < rank)[None, :]
     total = tl.zeros((tile, padded), tl.float32)
@@ -293,7 +294,7 @@ def _expand_many(  # type: ignore[no-untyped-def]
             b + columns[None, :] * rank + ranks[:, None],
             mask=(columns < width)[None, :] & (ranks < rank)[:, None], other=0.0,
         )  # fmt: skip
-        place = y + row[:, None] * y_stride + begin + columns[None, :]
+        place = y + (offset + begin)[:, None] + columns[None, :]
         inside = (at < count)[:, None] & (columns < width)[None, :]
         found = tl.load(place, mask=inside, other=0.0).to(tl.float32) + tl.dot(total, of_b)
         tl.store(place, found.to(y.dtype.element_ty), mask=inside)
