@@ -180,7 +180,7 @@ def ways_of(rows: int, device: str) -> dict[str, Way]:
 
     ways = {"base": base, "vLLM": after(by_vllm), "ours": parts("ab"), "ours, A beside the base": beside}
     ways |= {"ours, A alone": parts("a"), "ours, B alone": parts("b"), "dense": after(dense)}
-    if rows > kernels.MOST_FEW:
+    if rows > kernels.FEW_ROWS:
         ways |= {f"ours, {name}": many(*sizes) for name, sizes in MANY.items()}
     return ways
 

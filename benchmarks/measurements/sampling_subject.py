@@ -49,7 +49,11 @@ class Alone:
             os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
             settings = {"enforce_eager": True, "dtype": "float32", "max_model_len": 1024}
         elif not compiled:
-            settings = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+            graphs = {
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": [2**power for power in range(10)],
+            }
+            settings = {"compilation_config": {"mode": 0, **graphs}}
         import vllm
         from vllm.lora.request import LoRARequest
 

@@ -26,7 +26,7 @@ from tinker_local.backend.training.kernels.kernels import ACTIVATIONS
 from tinker_local.backend.training.kernels.triton_experts import TritonExperts
 from tinker_local.backend.training.kernels.triton_kernels import TritonKernels
 from tinker_local.backend.training.lora.lora_batch import LowRank, Owners
-from tinker_local.backend.vllm_engine.lora_kernels import MOST_FEW, MOST_RANKS, Rows, Tables, expand, shrink
+from tinker_local.backend.vllm_engine.lora_kernels import FEW_ROWS, RANKS_AT_ONCE, Rows, Tables, expand, shrink
 from tinker_local.backend.vllm_engine.one_pass_draw import draw
 from tinker_local.backend.weights.precision import group_of
 from tinker_local.backend.weights.triton_codes import times_few, unpacked
@@ -265,7 +265,7 @@ def launch_draw() -> None:
 
 def launch_lora(rank: int) -> None:
     """The sampler's LoRA of few rows and of many, in parts and whole."""
-    for (width, widths), rows in itertools.product(((4096, (4096, 1024)), (12288, (4096,))), (1, MOST_FEW + 1, 8192)):
+    for (width, widths), rows in itertools.product(((4096, (4096, 1024)), (12288, (4096,))), (1, FEW_ROWS + 1, 8192)):
         a = [new(4, 1, rank, width) for _ in widths]
         b = [new(4, 1, each, rank) for each in widths]
         of_rows = Rows(*(new(count, dtype=torch.int32) for count in (rows, rows, 5, 6, 5)))
@@ -317,7 +317,7 @@ def launch_each_once() -> None:
     launch_head()
     launch_experts(TritonExperts.most_rank, several=True)
     launch_draw()
-    launch_lora(MOST_RANKS)
+    launch_lora(RANKS_AT_ONCE)
     launch_codes(4096)
     launch_expert_codes(4096)
 
@@ -330,7 +330,7 @@ def launch_all() -> None:
     for rank, several in itertools.product((1, 16, 32, 64, 128), (False, True)):
         launch_experts(rank, several=several)
     launch_draw()
-    for rank in (8, 32, 64, MOST_RANKS):
+    for rank in (8, 32, 64, RANKS_AT_ONCE):
         launch_lora(rank)
     for inputs in (4096, 2880):  # groups of 128, and of 64: blocks are of their size, whatever the width
         launch_codes(inputs)

@@ -16,13 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-MOST_FEW = 16
+FEW_ROWS = 16
 """Rows that each read the adapter for themselves; with more, tiles of rows share it."""
-MOST_BESIDE = 16
+ROWS_BESIDE = 16
 """Rows whose A x is computed beside the base model's product, which with more takes the whole GPU."""
 _PROGRAMS = 264
 """Two for each multiprocessor of an H200: a launch of less is divided into parts."""
-MOST_RANKS = 128
+RANKS_AT_ONCE = 128
 """Ranks that a program of many rows has in registers; vLLM's operators multiply by more."""
 
 
@@ -79,7 +79,7 @@ def shrink(
 
     `a`: for each slice, A [L, 1, R, I], contiguous, of 16 bits as `x_mi`, whose columns are beside each other.
     """
-    if len(x_mi) <= MOST_FEW:
+    if len(x_mi) <= FEW_ROWS:
         return shrink_few(x_mi, a, rows.slot_m, tables, scale)[None]
     return shrink_many(x_mi, a, rows, tables, scale)
 
@@ -94,7 +94,7 @@ def expand(
 ) -> None:
     """y += B h, in place, with `h_psmr` of `shrink`. `b`: for each slice, B [L, 1, width, R], contiguous, of 16 bits as
     `y_mo`, whose columns are beside each other."""
-    if len(y_mo) <= MOST_FEW:
+    if len(y_mo) <= FEW_ROWS:
         expand_few(y_mo, h_psmr[0], b, widths, rows.slot_m, tables)
     else:
         expand_many(y_mo, h_psmr, b, widths, rows, tables)
@@ -281,7 +281,7 @@ def expand_many(
     axis = len(rows.slots)
     tiles = triton.cdiv(count, tile) + axis - 1
     if span is None:
-        span = 128 if rank <= MOST_RANKS // 2 else 64
+        span = 128 if rank <= RANKS_AT_ONCE // 2 else 64
     _expand_many[(tiles * triton.cdiv(max(widths), span * spans), slices)](
         y_mo, tables.addresses(b), tables.offsets(widths, y_mo.device), rows.order_m, rows.counts, rows.starts,
         rows.slots, h_psmr, y_mo.stride(0), count, slices, tiles,

@@ -208,7 +208,7 @@ def by_rows(wrapper: Any) -> Any:
             """Whether the kernels take a layer's input [N, in] and its factors, after what they need has been copied to
             the device: before a CUDA graph is captured, in which nothing can be."""
             a, b = layer.lora_a_stacked, layer.lora_b_stacked
-            if x.ndim != 2 or b[0].shape[-1] > lora_kernels.MOST_RANKS or {x.itemsize, b[0].itemsize} != {2}:
+            if x.ndim != 2 or b[0].shape[-1] > lora_kernels.RANKS_AT_ONCE or {x.itemsize, b[0].itemsize} != {2}:
                 return False
             self._tables.fill(a, b, layer.output_slices)
             return len(x) > 0
@@ -226,7 +226,7 @@ def by_rows(wrapper: Any) -> Any:
                 meta.lora_token_start_loc,
                 meta.active_lora_ids,
             )
-            if len(x) <= lora_kernels.MOST_BESIDE and x.is_cuda:
+            if len(x) <= lora_kernels.ROWS_BESIDE and x.is_cuda:
                 if self._side is None:
                     self._side = torch.cuda.Stream()
                 main = torch.cuda.current_stream()
