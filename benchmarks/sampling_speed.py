@@ -8,8 +8,8 @@
 A subject is a way to sample. Those of a wave (between two `;`) start together and then do each piece of work in turn,
 so that a ratio within a wave is of one GPU in one state. `alone`: vLLM's `LLM`, without `torch.compile` and with CUDA
 graphs, as this project's engine; `compiled`: with all of vLLM's defaults; `engine`: this project's sampler in its
-process; `sdk`: the official SDK against a server. The digit is vLLM's model runner. A word after `+` is a candidate of
-`CANDIDATES`. Random weights in the shape of Qwen3-8B, LoRA of rank 32 on all layers.
+process; `sdk`: the official SDK against a server. The digit is vLLM's model runner. A word after `+` is one of
+`VARIANTS`. Random weights in the shape of Qwen3-8B, LoRA of rank 32 on all layers.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import dataclasses
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,14 +36,11 @@ from harness.scale import SCALES, Scale
 from measurements import watching
 
 WAVES = "alone2,sdk2;sdk1,engine2,compiled2"
-CANDIDATES: dict[str, dict[str, str]] = {
+VARIANTS: dict[str, dict[str, str]] = {
+    "theirs": {"TINKER_LOCAL_BENCH_THEIR_LORA": "1"},
     "dual": {"VLLM_LORA_ENABLE_DUAL_STREAM": "1"},
-    "special": {"TINKER_LOCAL_BENCH_TRY": "special"},
-    "few": {"TINKER_LOCAL_BENCH_TRY": "special,few"},
-    "beside": {"TINKER_LOCAL_BENCH_TRY": "special,few,beside"},
-    "one": {"TINKER_LOCAL_BENCH_TRY": "special,one"},
 }
-"""Variables of the environment by the candidate's name."""
+"""Variables of the environment by the variant's name: vLLM's LoRA kernels in our engine, and vLLM's on two streams."""
 START_SECONDS = 240.0
 
 
@@ -102,6 +100,11 @@ class Named:
         return self.name.partition("+")[0][:-1]
 
     @property
+    def ours(self) -> bool:
+        """Whether it is of this project, which returns logprobs whether they are asked for or not."""
+        return self.kind in ("engine", "sdk")
+
+    @property
     def runner(self) -> str:
         return self.name.partition("+")[0][-1]
 
@@ -110,7 +113,7 @@ class Named:
         chosen = self.name.split("+")[1:]
         found = {"VLLM_USE_V2_MODEL_RUNNER": str(int(self.runner) - 1)}
         for word in chosen:
-            found |= CANDIDATES[word]
+            found |= VARIANTS[word]
         return found
 
 
@@ -122,7 +125,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--trace", default="", metavar="SUBJECT,…", help="also watch lora_logprobs and one_lora of these"
     )
-    parser.add_argument("--rounds", type=int, default=1, help="of each piece of work; the best counts")
+    parser.add_argument("--rounds", type=int, default=1, help="of each piece of work; the median counts")
     parser.add_argument("--budget-seconds", type=float, default=1e9, help="begin nothing after so many seconds")
     parser.add_argument("--out", type=Path, help="folder for dated files of the result")
     parser.add_argument("--models", type=Path, help="folder where the random model is kept and found again")
@@ -134,7 +137,7 @@ def arguments() -> argparse.Namespace:
         if (
             subject.kind not in ("alone", "compiled", "engine", "sdk")
             or subject.runner not in "12"
-            or set(words) - set(CANDIDATES)
+            or set(words) - set(VARIANTS)
         ):
             parser.error(f"--waves: there is no subject {subject.name}")
     if unknown := set(filter(None, options.only.split(","))) - set(works(SCALES["full"])):
@@ -202,6 +205,7 @@ class Run:
         self._options, self._scale, self._model, self._adapter, self._log = options, scale, model, adapter, log
         self._end = time.monotonic() + options.budget_seconds
         self._seed = 0
+        self._cpu: dict[str, str] = {}
         self.lines: list[Line] = []
 
     def wave(self, subjects: Sequence[Named], folder: Path) -> None:
@@ -222,12 +226,17 @@ class Run:
                     continue
                 if name == "different" and not large:
                     continue
+                able = [each for each in up if name in (*OURS, "pictures") or not Named(each.name).ours]
+                found: dict[str, list[float]] = {each.name: [] for each in able}
                 for _ in range(self._options.rounds):
-                    for each in [*up]:
-                        if Named(each.name).kind in ("engine", "sdk") and name not in (*OURS, "pictures"):
-                            continue
-                        if not self._measured(each, name, work):
+                    for each in able:
+                        if each in up and (seconds := self._measured(each, name, work)) is not None:
+                            found[each.name].append(seconds)
+                        elif each in up and time.monotonic() < self._end:
                             up.remove(each)
+                for subject, times in found.items():
+                    if times:
+                        self._note(rate(f"{subject}.{name}", work, times, self._cpu[subject]))
 
     def _traced(self, up: Sequence[Running]) -> None:
         for each in up:
@@ -235,11 +244,7 @@ class Run:
                 self._watched(each, name, works(self._scale)[name])
 
     def _note(self, line: Line) -> None:
-        same = [at for at, each in enumerate(self.lines) if each.name == line.name]
-        if same and (self.lines[same[0]].value or 0) < (line.value or 0):
-            self.lines[same[0]] = line
-        elif not same:
-            self.lines.append(line)
+        self.lines.append(line)
         processes.show(line)
 
     def _started(self, each: Running) -> bool:
@@ -262,22 +267,22 @@ class Run:
         each.send(dataclasses.replace(work, seed=self._seed))
         return each.answer(min(120.0, max(5.0, self._end - time.monotonic() + 15.0)))
 
-    def _measured(self, each: Running, name: str, work: Work) -> bool:
+    def _measured(self, each: Running, name: str, work: Work) -> float | None:
+        """Seconds of a round; None if it failed, or if the time is spent."""
         if time.monotonic() > self._end:
             self._note(Line(f"{each.name}.{name}", skipped="the budget of time is spent"))
-            return True
+            return None
         before = watching.cpu_seconds(each.pid)
         try:
             seconds = self._seconds(each, work)
         except RuntimeError as error:
             self._note(Line(f"{each.name}.{name}", error=str(error)))
-            return False
-        busy = watching.spent(before, watching.cpu_seconds(each.pid), 5)
-        # A step of all sequences is one token of each.
-        cpu = ", ".join(f"{process}/{thread} {1e3 * spent / work.output_tokens:.1f}" for process, thread, spent in busy)
-        unit = "pictures/s" if work.side else "tokens/s"
-        self._note(Line(f"{each.name}.{name}", work.amount / seconds, unit, seconds, note=f"CPU ms a step: {cpu}"))
-        return True
+            return None
+        busy = watching.spent(before, watching.cpu_seconds(each.pid), 4)
+        # A step of all sequences is one token of each. A thread that waits for the GPU is busy, too.
+        self._cpu[each.name] = ", ".join(f"{1e3 * spent / work.output_tokens:.1f}" for _, _, spent in busy)
+        print(f"  {each.name}.{name}: {seconds:.2f} s", flush=True)
+        return seconds
 
     def _watched(self, each: Running, name: str, work: Work) -> None:
         """Kernels and stacks in the middle of `work`."""
@@ -316,6 +321,15 @@ class Run:
                 print(f"   {milliseconds / steps:8.3f} ms {count / steps:7.1f} x {kernel[:110]}")
         for thread, place, share in process.stacks(14):
             print(f"   {100 * share:5.1f} % {thread[:18]:18} {place[:190]}")
+
+
+def rate(name: str, work: Work, seconds: Sequence[float], cpu: str) -> Line:
+    """The median of all rounds."""
+    median = statistics.median(seconds)
+    rates = [work.amount / each for each in seconds]
+    note = f"{min(rates):,.0f} to {max(rates):,.0f} in {len(rates)} rounds; " if len(rates) > 1 else ""
+    unit = "pictures/s" if work.side else "tokens/s"
+    return Line(name, work.amount / median, unit, median, note=f"{note}CPU ms a step of the busiest threads: {cpu}")
 
 
 def ratios(lines: Sequence[Line]) -> list[Ratio]:

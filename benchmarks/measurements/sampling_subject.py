@@ -49,7 +49,11 @@ class Alone:
             os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
             settings = {"enforce_eager": True, "dtype": "float32", "max_model_len": 1024}
         elif not compiled:
-            settings = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+            graphs = {
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": [2**power for power in range(10)],
+            }
+            settings = {"compilation_config": {"mode": 0, **graphs}}
         import vllm
         from vllm.lora.request import LoRARequest
 
@@ -75,56 +79,8 @@ class Alone:
             core.shutdown()
 
 
-TRY = "TINKER_LOCAL_BENCH_TRY"
-"""What `Engine` tries: `special` (graphs for each number of adapters), `few` (our kernels for few rows), `one` (also
-the product of one row), `beside` (shrinking on a second stream)."""
-
-
-def tried(names: set[str]) -> None:
-    """Change vLLM's engine in this process."""
-    from tinker_local.backend.vllm_engine import build_engine
-
-    arguments = build_engine._engine_arguments
-    if "special" in names:
-        build_engine._engine_arguments = lambda options: arguments(options) | {"specialize_active_lora": True}
-    if names & {"few", "one", "beside"}:
-        build_engine.import_vllm()
-        use_kernels("one" in names, "beside" in names)
-
-
-def use_kernels(one: bool, beside: bool) -> None:
-    """Our kernels for few rows of linear layers with LoRA."""
-    import torch
-    from tinker_local.backend.vllm_engine import lora_kernels
-    from vllm.lora.layers import base_linear
-
-    original = base_linear.BaseLinearLayerWithLoRA._apply_sync
-    side: list[Any] = []
-
-    def apply(self: Any, x: Any, bias: Any = None) -> Any:
-        meta = getattr(self.punica_wrapper, "token_mapping_meta", None)
-        rows = x.shape[0]
-        if meta is None or x.ndim != 2 or rows > lora_kernels.MOST_ROWS or meta.no_lora_flag_cpu[0]:
-            return original(self, x, bias)
-        slots, a, b, widths = meta.token_lora_mapping, self.lora_a_stacked, self.lora_b_stacked, self.output_slices
-        if one and rows == 1 and bias is None and hasattr(self.base_layer, "weight"):
-            h = lora_kernels.shrink(x, a, slots, 1.0)
-            return lora_kernels.one_row(x, self.base_layer.weight, h, b, widths, slots)
-        if beside and x.is_cuda:
-            if not side:
-                side.append(torch.cuda.Stream())
-            side[0].wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side[0]):
-                h = lora_kernels.shrink(x, a, slots, 1.0)
-            y = self._get_quant_method().apply(self.base_layer, x, bias)
-            torch.cuda.current_stream().wait_stream(side[0])
-        else:
-            y = self._get_quant_method().apply(self.base_layer, x, bias)
-            h = lora_kernels.shrink(x, a, slots, 1.0)
-        lora_kernels.expand(y, h, b, widths, slots)
-        return y
-
-    base_linear.BaseLinearLayerWithLoRA._apply_sync = apply
+THEIRS = "TINKER_LOCAL_BENCH_THEIR_LORA"
+"""Set: `Engine` multiplies LoRA with vLLM's kernels."""
 
 
 class Engine:
@@ -132,11 +88,13 @@ class Engine:
 
     def __init__(self, scale: Scale, model: Path, adapter: Path, cache: int) -> None:
         from tinker_local.backend.adapters.adapter import AdapterVersion
+        from tinker_local.backend.vllm_engine import lora_operators
         from tinker_local.backend.vllm_engine.build_engine import EngineOptions
         from tinker_local.backend.vllm_engine.engine_thread import EngineThread
         from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 
-        tried(set(filter(None, os.environ.get(TRY, "").split(","))))
+        if os.environ.get(THEIRS):
+            lora_operators.multiply_by_rows = lambda: None
         tiny = scale.name == "tiny"
         step = {} if tiny else {"max_sequences": SEQUENCES, "max_batched_tokens": POSITIONS}
         options = EngineOptions(str(model), max_rank=scale.rank, kv_cache_bytes=cache, **step)

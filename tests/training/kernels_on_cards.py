@@ -26,6 +26,7 @@ from tinker_local.backend.training.kernels.kernels import ACTIVATIONS
 from tinker_local.backend.training.kernels.triton_experts import TritonExperts
 from tinker_local.backend.training.kernels.triton_kernels import TritonKernels
 from tinker_local.backend.training.lora.lora_batch import LowRank, Owners
+from tinker_local.backend.vllm_engine.lora_kernels import FEW_ROWS, RANKS_AT_ONCE, Rows, Tables, expand, shrink
 from tinker_local.backend.vllm_engine.one_pass_draw import draw
 from tinker_local.backend.weights.precision import group_of
 from tinker_local.backend.weights.triton_codes import times_few, unpacked
@@ -262,6 +263,16 @@ def launch_draw() -> None:
         draw(new(2, VOCABULARY, dtype=dtype), new(2, dtype=torch.float32), 7)
 
 
+def launch_lora(rank: int) -> None:
+    """The sampler's LoRA of few rows and of many, in parts and whole."""
+    for (width, widths), rows in itertools.product(((4096, (4096, 1024)), (12288, (4096,))), (1, FEW_ROWS + 1, 8192)):
+        a = [new(4, 1, rank, width) for _ in widths]
+        b = [new(4, 1, each, rank) for each in widths]
+        of_rows = Rows(*(new(count, dtype=torch.int32) for count in (rows, rows, 5, 6, 5)))
+        h = shrink(new(rows, width), a, of_rows, Tables())
+        expand(new(rows, sum(widths)), h, b, widths, of_rows, Tables())
+
+
 def launch_codes(inputs: int) -> None:
     """A matrix of 8 and of 4 bits, whole and in products with few rows."""
     largest = group_of(inputs, 8)
@@ -306,6 +317,7 @@ def launch_each_once() -> None:
     launch_head()
     launch_experts(TritonExperts.most_rank, several=True)
     launch_draw()
+    launch_lora(RANKS_AT_ONCE)
     launch_codes(4096)
     launch_expert_codes(4096)
 
@@ -318,6 +330,8 @@ def launch_all() -> None:
     for rank, several in itertools.product((1, 16, 32, 64, 128), (False, True)):
         launch_experts(rank, several=several)
     launch_draw()
+    for rank in (8, 32, 64, RANKS_AT_ONCE):
+        launch_lora(rank)
     for inputs in (4096, 2880):  # groups of 128, and of 64: blocks are of their size, whatever the width
         launch_codes(inputs)
         launch_expert_codes(inputs)

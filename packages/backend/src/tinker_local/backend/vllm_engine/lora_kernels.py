@@ -1,68 +1,135 @@
-"""LoRA of few rows, such as one sequence that decodes: Triton kernels for CUDA.
+"""LoRA of linear layers on CUDA: Triton kernels in place of vLLM's.
 
-vLLM's kernels multiply tiles of 32 rows and more, fill their buffer with zeros first, and add up parts of a row by
-atomic operations: three launches beside each product of the base model, which take longer than the product of a small
-layer. Here a row is multiplied by itself, in two launches, and always in the same order.
+vLLM fills a buffer with zeros, adds parts of A x to it by atomic operations, and then B A x to the output, rounded
+before and after that addition. Here A x and the addition are a launch each, and A x needs only the layer's input, so
+that it may run beside the base model's product. Few rows are multiplied one by one, many in tiles whose adapter is
+found on the device, and parts of A x are added up where they are read. Sums have always the same order, and the output
+is rounded once.
 
-Shape suffixes: m rows, i width in, o width out (of all slices), s slices, l slots of adapters, r rank.
+Shape suffixes: m rows, i width in, o width out (of all slices), s slices, l slots of adapters, r rank, p parts.
 """
 
-import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import triton
 import triton.language as tl
 
-MOST_ROWS = 16
-"""Each row reads the adapter by itself, so vLLM's tiles are faster beyond."""
+FEW_ROWS = 16
+"""Rows that each read the adapter for themselves; with more, tiles of rows share it."""
+ROWS_BESIDE = 16
+"""Rows whose A x is computed beside the base model's product, which with more takes the whole GPU."""
+_PROGRAMS = 264
+"""Two for each multiprocessor of an H200: a launch of less is divided into parts."""
+RANKS_AT_ONCE = 128
+"""Ranks that a program of many rows has in registers; vLLM's operators multiply by more."""
 
 
-@functools.cache
-def _table(pointers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(pointers, dtype=torch.int64, device=device)
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which adapter each row of a step has, as vLLM's `LoRAKernelMeta` has it on the device, int32.
 
-
-@functools.cache
-def _widths(widths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int32 [S + 1]: where each slice begins, and where the last one ends."""
-    starts = [sum(widths[:at]) for at in range(len(widths) + 1)]
-    return torch.tensor(starts, dtype=torch.int32, device=device)
-
-
-def table_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Addresses, int64 [S], of tensors that live as long as the model."""
-    return _table(tuple(tensor.data_ptr() for tensor in tensors), tensors[0].device)
-
-
-def shrink(x_mi: torch.Tensor, a: Sequence[torch.Tensor], slot_m: torch.Tensor, scale: float) -> torch.Tensor:
-    """float32 [S, M, R]: scale · A x of each row, with A of the row's slot; of rows whose slot is none of L, anything.
-
-    `a`: a tensor [L, 1, R, I] for each slice, contiguous, in the dtype of `x_mi`. `slot_m`: integers.
+    `slot_m`: of each row; a number that is not of a slot stands for none. `order_m`: rows sorted by their slot.
+    `counts`, `starts`, `slots`: of each adapter of the step, how many rows it has, where in `order_m` they begin, and
+    its slot; those left over have slot -1.
     """
+
+    slot_m: torch.Tensor
+    order_m: torch.Tensor
+    counts: torch.Tensor
+    starts: torch.Tensor
+    slots: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tables:
+    """Addresses of tensors and offsets of slices on the device, for modules that live as long as the engine."""
+
+    _addresses: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+    _offsets: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+
+    def fill(self, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], widths: Sequence[int]) -> None:
+        """Copy to the device what the factors of a module need."""
+        self.addresses(a)
+        self.addresses(b)
+        self.offsets(widths, a[0].device)
+
+    def addresses(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """int64 [S]."""
+        key = tuple(tensor.data_ptr() for tensor in tensors)
+        if key not in self._addresses:
+            self._addresses[key] = torch.tensor(key, dtype=torch.int64, device=tensors[0].device)
+        return self._addresses[key]
+
+    def offsets(self, widths: Sequence[int], device: torch.device) -> torch.Tensor:
+        """int32 [S + 1]: where each slice begins, and where the last one ends."""
+        key = tuple(widths)
+        if key not in self._offsets:
+            starts = [sum(key[:at]) for at in range(len(key) + 1)]
+            self._offsets[key] = torch.tensor(starts, dtype=torch.int32, device=device)
+        return self._offsets[key]
+
+
+def shrink(
+    x_mi: torch.Tensor, a: Sequence[torch.Tensor], rows: Rows, tables: Tables, scale: float = 1.0
+) -> torch.Tensor:
+    """float32 [P, S, M, R], whose sum over parts is scale · A x of each row with the factors of its slot; of rows
+    without an adapter, anything.
+
+    `a`: for each slice, A [L, 1, R, I], contiguous, of 16 bits as `x_mi`, whose columns are beside each other.
+    """
+    if len(x_mi) <= FEW_ROWS:
+        return shrink_few(x_mi, a, rows.slot_m, tables, scale)[None]
+    return shrink_many(x_mi, a, rows, tables, scale)
+
+
+def expand(
+    y_mo: torch.Tensor,
+    h_psmr: torch.Tensor,
+    b: Sequence[torch.Tensor],
+    widths: Sequence[int],
+    rows: Rows,
+    tables: Tables,
+) -> None:
+    """y += B h, in place, with `h_psmr` of `shrink`. `b`: for each slice, B [L, 1, width, R], contiguous, of 16 bits as
+    `y_mo`, whose columns are beside each other."""
+    if len(y_mo) <= FEW_ROWS:
+        expand_few(y_mo, h_psmr[0], b, widths, rows.slot_m, tables)
+    else:
+        expand_many(y_mo, h_psmr, b, widths, rows, tables)
+
+
+# Few rows -------------------------------------------------------------------------------------------------------------
+
+
+def shrink_few(
+    x_mi: torch.Tensor, a: Sequence[torch.Tensor], slot_m: torch.Tensor, tables: Tables, scale: float = 1.0
+) -> torch.Tensor:
+    """float32 [S, M, R]: scale · A x; of rows without an adapter, anything."""
     rows, width = x_mi.shape
-    rank = a[0].shape[-2]
+    count, _, rank, _ = a[0].shape
     h_smr = torch.empty((len(a), rows, rank), dtype=torch.float32, device=x_mi.device)
     at_once = 2 if rank % 2 == 0 else 1
-    _shrink[(rank // at_once, len(a), rows)](
-        x_mi, table_of(a), slot_m, h_smr, scale, x_mi.stride(0), width, rank, rows, len(a[0]),
-        at_once=at_once, span=min(2048, triton.next_power_of_2(width)), num_warps=4,
+    _shrink_few[(rank // at_once, len(a), rows)](
+        x_mi, tables.addresses(a), slot_m, h_smr, scale, x_mi.stride(0), rows, count,
+        width=width, rank=rank, at_once=at_once, span=min(2048, triton.next_power_of_2(width)), num_warps=4,
     )  # fmt: skip
     return h_smr
 
 
 @triton.jit
-def _shrink(  # type: ignore[no-untyped-def]
-    x, table, slots, h, scale, x_stride, width: tl.constexpr, rank: tl.constexpr, rows, count,
-    at_once: tl.constexpr, span: tl.constexpr,
+def _shrink_few(  # type: ignore[no-untyped-def]
+    x, table, slots, h, scale, x_stride, rows, count,
+    width: tl.constexpr, rank: tl.constexpr, at_once: tl.constexpr, span: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(2)
+    row, piece = tl.program_id(2), tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
+    address = tl.load(table + piece)
     if (slot < 0) | (slot >= count):  # rows that fill up a CUDA graph have any number
         return
-    piece = tl.program_id(1)
     ranks = tl.program_id(0) * at_once + tl.arange(0, at_once)
-    a = tl.load(table + piece).to(tl.pointer_type(x.dtype.element_ty)) + slot * rank * width
+    a = address.to(tl.pointer_type(x.dtype.element_ty)) + slot * rank * width
     total = tl.zeros((at_once, span), tl.float32)
     for start in range(0, width, span):
         columns = start + tl.arange(0, span)
@@ -73,99 +140,199 @@ def _shrink(  # type: ignore[no-untyped-def]
     tl.store(h + (piece * rows + row) * rank + ranks, tl.sum(total, 1) * scale)
 
 
-def expand(
-    y_mo: torch.Tensor, h_smr: torch.Tensor, b: Sequence[torch.Tensor], widths: Sequence[int], slot_m: torch.Tensor
-) -> None:
-    """y += B h of each row, in place; rows whose slot is none of L stay. `b`: a tensor [L, 1, O of the slice, R] for
-    each slice, in the dtype of `y_mo`."""
-    rank, span = h_smr.shape[-1], 128
-    _expand[(triton.cdiv(max(widths), span), len(b), len(y_mo))](
-        y_mo, table_of(b), _widths(tuple(widths), y_mo.device), slot_m, h_smr, y_mo.stride(0), rank, len(y_mo),
-        len(b[0]), span=span, padded=triton.next_power_of_2(rank), num_warps=4,
-    )  # fmt: skip
-
-
-@triton.jit
-def _expand(  # type: ignore[no-untyped-def]
-    y, table, starts, slots, h, y_stride, rank: tl.constexpr, rows, count,
-    span: tl.constexpr, padded: tl.constexpr
-):  # fmt: skip
-    row = tl.program_id(2)
-    slot = tl.load(slots + row).to(tl.int64)
-    if (slot < 0) | (slot >= count):  # rows that fill up a CUDA graph have any number
-        return
-    piece = tl.program_id(1)
-    first = tl.load(starts + piece)
-    width = tl.load(starts + piece + 1) - first
-    outputs = tl.program_id(0) * span + tl.arange(0, span)
-    if tl.program_id(0) * span >= width:
-        return
-    ranks = tl.arange(0, padded)
-    inside = (outputs < width)[:, None] & (ranks < rank)[None, :]
-    b = tl.load(table + piece).to(tl.pointer_type(y.dtype.element_ty)) + slot * rank * width
-    of_b = tl.load(b + outputs[:, None] * rank + ranks[None, :], mask=inside, other=0.0).to(tl.float32)
-    of_h = tl.load(h + (piece * rows + row) * rank + ranks, mask=ranks < rank, other=0.0)
-    place = y + row.to(tl.int64) * y_stride + first + outputs
-    before = tl.load(place, mask=outputs < width, other=0.0).to(tl.float32)
-    found = before + tl.sum(of_b * of_h[None, :], 1)
-    tl.store(place, found.to(y.dtype.element_ty), mask=outputs < width)
-
-
-def one_row(
-    x_1i: torch.Tensor,
-    weight_oi: torch.Tensor,
-    h_s1r: torch.Tensor,
+def expand_few(
+    y_mo: torch.Tensor,
+    h_smr: torch.Tensor,
     b: Sequence[torch.Tensor],
     widths: Sequence[int],
-    slot_1: torch.Tensor,
-    span: int = 8,
-    reads: int = 1024,
-    warps: int = 4,
-) -> torch.Tensor:
-    """[1, O]: W x + B h, rounded once. The widths of slices are multiples of `span`."""
-    out, width = weight_oi.shape
-    y = torch.empty((1, out), dtype=x_1i.dtype, device=x_1i.device)
-    _one_row[(triton.cdiv(out, span),)](
-        x_1i, weight_oi, table_of(b), _widths(tuple(widths), x_1i.device), slot_1, h_s1r, y,
-        weight_oi.stride(0),
-        len(b[0]), width, out, h_s1r.shape[-1], slices=len(b), span=span,
-        reads=min(reads, triton.next_power_of_2(width)), padded=triton.next_power_of_2(h_s1r.shape[-1]),
-        num_warps=warps,
+    slot_m: torch.Tensor,
+    tables: Tables,
+) -> None:
+    """y += B h, in place."""
+    _, rows, rank = h_smr.shape
+    padded = triton.next_power_of_2(rank)
+    span = max(8, min(64, 4096 // padded))
+    _expand_few[(triton.cdiv(max(widths), span), len(b), rows)](
+        y_mo, tables.addresses(b), tables.offsets(widths, y_mo.device), slot_m, h_smr, y_mo.stride(0), rows, len(b[0]),
+        rank=rank, span=span, padded=padded, num_warps=4,
     )  # fmt: skip
-    return y
 
 
 @triton.jit
-def _one_row(  # type: ignore[no-untyped-def]
-    x, weight, table, starts, slots, h, y, stride, count, width: tl.constexpr, out: tl.constexpr, rank: tl.constexpr,
-    slices: tl.constexpr, span: tl.constexpr, reads: tl.constexpr, padded: tl.constexpr,
+def _expand_few(  # type: ignore[no-untyped-def]
+    y, table, offsets, slots, h, y_stride, rows, count, rank: tl.constexpr, span: tl.constexpr, padded: tl.constexpr
 ):  # fmt: skip
+    # It waits for memory twice: for these, and for what they say where it is.
+    row, piece = tl.program_id(2), tl.program_id(1)
+    slot = tl.load(slots + row).to(tl.int64)
+    address = tl.load(table + piece)
+    first = tl.load(offsets + piece)
+    width = tl.load(offsets + piece + 1) - first
+    ranks = tl.arange(0, padded)
+    of_h = tl.load(h + (piece * rows + row) * rank + ranks, mask=ranks < rank, other=0.0)
     outputs = tl.program_id(0) * span + tl.arange(0, span)
-    total = tl.zeros((span, reads), tl.float32)
-    for start in range(0, width, reads):
+    inside = (outputs < width) & (slot >= 0) & (slot < count)
+    b = address.to(tl.pointer_type(y.dtype.element_ty)) + slot * rank * width
+    place = y + row.to(tl.int64) * y_stride + first + outputs
+    of_b = tl.load(
+        b + outputs[:, None] * rank + ranks[None, :], mask=inside[:, None] & (ranks < rank)[None, :], other=0.0
+    )
+    before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    found = before + tl.sum(of_b.to(tl.float32) * of_h[None, :], 1)
+    tl.store(place, found.to(y.dtype.element_ty), mask=inside)
+
+
+# Many rows ------------------------------------------------------------------------------------------------------------
+
+
+def _padded(rank: int) -> int:
+    """A size of Triton's products."""
+    return max(16, int(triton.next_power_of_2(rank)))
+
+
+@triton.jit
+def _tile_of(number, counts, slots, axis: tl.constexpr, tile: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The adapter whose rows the tile of this number has, and which of these is its first; -1 if there is none."""
+    adapter = -1
+    first = 0
+    left = number
+    for at in tl.static_range(axis):
+        tiles = tl.where(tl.load(slots + at) < 0, 0, tl.cdiv(tl.load(counts + at), tile))
+        here = (adapter < 0) & (left < tiles)
+        first = tl.where(here, left * tile, first)
+        adapter = tl.where(here, at, adapter)
+        left -= tiles
+    return adapter, first
+
+
+def shrink_many(
+    x_mi: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    rows: Rows,
+    tables: Tables,
+    scale: float = 1.0,
+    *,
+    parts: int | None = None,
+    tile: int = 32,
+    reads: int = 128,
+    warps: int = 4,
+    stages: int = 3,
+) -> torch.Tensor:
+    """float32 [P, S, M, R], whose sum over parts is scale · A x; of rows without an adapter, anything."""
+    count, width = x_mi.shape
+    rank, axis, tiles = a[0].shape[-2], len(rows.slots), triton.cdiv(count, tile)
+    if parts is None:
+        wanted = triton.next_power_of_2(triton.cdiv(_PROGRAMS, tiles * len(a)))
+        parts = max(1, min(8, wanted, width // (2 * reads)))
+    h = torch.empty((parts, len(a), count, rank), dtype=torch.float32, device=x_mi.device)
+    _shrink_many[((tiles + axis - 1) * parts, len(a))](
+        x_mi, tables.addresses(a), rows.order_m, rows.counts, rows.starts, rows.slots, h, scale, x_mi.stride(0), count,
+        len(a), axis=axis, width=width, rank=rank, parts=parts, tile=tile, reads=reads, padded=_padded(rank),
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return h
+
+
+@triton.jit
+def _shrink_many(  # type: ignore[no-untyped-def]
+    x, table, order, counts, starts, slots, h, scale, x_stride, rows, slices,
+    axis: tl.constexpr, width: tl.constexpr, rank: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr,
+    reads: tl.constexpr, padded: tl.constexpr,
+):  # fmt: skip
+    adapter, first = _tile_of(tl.program_id(0) // parts, counts, slots, axis, tile)
+    if adapter < 0:
+        return
+    part = tl.program_id(0) % parts
+    piece = tl.program_id(1)
+    at = first + tl.arange(0, tile)
+    known = at < tl.load(counts + adapter)
+    row = tl.load(order + tl.load(starts + adapter) + at, mask=known, other=0).to(tl.int64)
+    ranks = tl.arange(0, padded)
+    a = tl.load(table + piece).to(tl.pointer_type(x.dtype.element_ty))
+    a += tl.load(slots + adapter).to(tl.int64) * rank * width
+    total = tl.zeros((tile, padded), tl.float32)
+    for start in range(part * reads, width, parts * reads):
         columns = start + tl.arange(0, reads)
-        values = tl.load(x + columns, mask=columns < width, other=0.0).to(tl.float32)
-        of_w = tl.load(
-            weight + outputs.to(tl.int64)[:, None] * stride + columns[None, :],
-            mask=(outputs < out)[:, None] & (columns < width)[None, :],
-            other=0.0,
+        inside = columns < width
+        of_x = tl.load(x + row[:, None] * x_stride + columns[None, :], mask=known[:, None] & inside[None, :], other=0.0)
+        of_a = tl.load(
+            a + ranks[None, :] * width + columns[:, None], mask=(ranks < rank)[None, :] & inside[:, None], other=0.0
         )
-        total += of_w.to(tl.float32) * values[None, :]
-    found = tl.sum(total, 1)
-    slot = tl.load(slots).to(tl.int64)
-    if (slot >= 0) & (slot < count):
-        piece = 0
-        for at in tl.static_range(1, slices):
-            piece = tl.where(tl.load(starts + at) <= tl.program_id(0) * span, at, piece)
-        first = tl.load(starts + piece)
-        of_slice = tl.load(starts + piece + 1) - first
-        ranks = tl.arange(0, padded)
-        b = tl.load(table + piece).to(tl.pointer_type(x.dtype.element_ty)) + slot * rank * of_slice
+        total += tl.dot(of_x, of_a)
+    place = h + ((part * slices + piece) * rows + row[:, None]) * rank + ranks[None, :]
+    tl.store(place, total * scale, mask=known[:, None] & (ranks < rank)[None, :])
+
+
+def expand_many(
+    y_mo: torch.Tensor,
+    h_psmr: torch.Tensor,
+    b: Sequence[torch.Tensor],
+    widths: Sequence[int],
+    rows: Rows,
+    tables: Tables,
+    *,
+    tile: int = 32,
+    span: int | None = None,
+    spans: int = 4,
+    warps: int = 8,
+) -> None:
+    """y += B h, in place, with h summed over parts. A program writes `spans` times `span` columns of `tile` rows."""
+    parts, slices, count, rank = h_psmr.shape
+    axis = len(rows.slots)
+    tiles = triton.cdiv(count, tile) + axis - 1
+    if span is None:
+        span = 128 if rank <= RANKS_AT_ONCE // 2 else 64
+    _expand_many[(tiles * triton.cdiv(max(widths), span * spans), slices)](
+        y_mo, tables.addresses(b), tables.offsets(widths, y_mo.device), rows.order_m, rows.counts, rows.starts,
+        rows.slots, h_psmr, y_mo.stride(0), count, slices, tiles,
+        axis=axis, rank=rank, parts=parts, tile=tile, span=span, spans=spans, padded=_padded(rank),
+        fits=y_mo.stride(0) * count < 2**31, num_warps=warps,
+    )  # fmt: skip
+
+
+@triton.jit
+def _summed(h, ranks, row, known, piece, rows, slices, rank: tl.constexpr, parts: tl.constexpr):  # type: ignore[no-untyped-def]
+    """h [tile, ranks] of a slice, over all parts."""
+    place = h + (piece * rows + row[:, None]) * rank + ranks[None, :]
+    inside = known[:, None] & (ranks < rank)[None, :]
+    total = tl.load(place, mask=inside, other=0.0)
+    for part in tl.static_range(1, parts):
+        total += tl.load(place + part * slices * rows * rank, mask=inside, other=0.0)
+    return total
+
+
+@triton.jit
+def _expand_many(  # type: ignore[no-untyped-def]
+    y, table, offsets, order, counts, starts, slots, h, y_stride, rows, slices, tiles,
+    axis: tl.constexpr, rank: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr, span: tl.constexpr,
+    spans: tl.constexpr, padded: tl.constexpr, fits: tl.constexpr,
+):  # fmt: skip
+    piece = tl.program_id(1)
+    begin = tl.load(offsets + piece)
+    width = tl.load(offsets + piece + 1) - begin
+    column = tl.program_id(0) // tiles * span * spans
+    if column >= width:
+        return
+    adapter, first = _tile_of(tl.program_id(0) % tiles, counts, slots, axis, tile)
+    if adapter < 0:
+        return
+    at = first + tl.arange(0, tile)
+    known = at < tl.load(counts + adapter)
+    row = tl.load(order + tl.load(starts + adapter) + at, mask=known, other=0)
+    offset = (row if fits else row.to(tl.int64)) * y_stride + begin
+    b = tl.load(table + piece).to(tl.pointer_type(y.dtype.element_ty))
+    b += tl.load(slots + adapter).to(tl.int64) * rank * width
+    ranks = tl.arange(0, padded)
+    of_h = _summed(h, ranks, row, known, piece, rows, slices, rank, parts).to(y.dtype.element_ty)
+    for _ in range(spans):
+        columns = column + tl.arange(0, span)
+        inside = known[:, None] & (columns < width)[None, :]
+        place = y + offset[:, None] + columns[None, :]
+        before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
         of_b = tl.load(
-            b + (outputs - first)[:, None] * rank + ranks[None, :],
-            mask=(outputs < first + of_slice)[:, None] & (ranks < rank)[None, :],
-            other=0.0,
-        )
-        of_h = tl.load(h + piece * rank + ranks, mask=ranks < rank, other=0.0)
-        found += tl.sum(of_b.to(tl.float32) * of_h[None, :], 1)
-    tl.store(y + outputs, found.to(y.dtype.element_ty), mask=outputs < out)
+            b + columns[None, :] * rank + ranks[:, None],
+            mask=(columns < width)[None, :] & (ranks < rank)[:, None], other=0.0,
+        )  # fmt: skip
+        found = before + tl.dot(of_h, of_b)
+        tl.store(place, found.to(y.dtype.element_ty), mask=inside)
+        column += span

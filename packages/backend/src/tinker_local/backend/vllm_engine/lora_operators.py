@@ -1,14 +1,15 @@
-"""LoRA for vLLM's CPU build and for scoring prompts; `patches.py` says why vLLM's own operators do not do."""
+"""LoRA for vLLM's CPU build, for CUDA and for scoring prompts; `patches.py` says why vLLM's own operators do not do."""
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from tinker_local.backend.vllm_engine.compat_vllm import lora_slots
+from tinker_local.types import InternalError
 
 Segment = tuple[int, int, int]
 """(slot, start, stop): rows [start, stop) belong to the adapter in that slot."""
@@ -191,6 +192,79 @@ def by_segments(wrapper: Any) -> Any:
                 self._trimmed.of(lora_a, lora_b, widths, slot).add(y[start:stop], x[start:stop], scale)
 
     return PunicaWrapperBySegments
+
+
+def by_rows(wrapper: Any) -> Any:
+    """A subclass of vLLM's `PunicaWrapperGPU` that multiplies linear layers with `lora_kernels`."""
+    from tinker_local.backend.vllm_engine import lora_kernels
+
+    class PunicaWrapperByRows(wrapper):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._tables = lora_kernels.Tables()
+            self._side: Any = None
+
+        def multiplies(self, x: torch.Tensor, layer: Any) -> bool:
+            """Whether the kernels take a layer's input [N, in] and its factors, after what they need has been copied to
+            the device: before a CUDA graph is captured, in which nothing can be."""
+            a, b = layer.lora_a_stacked, layer.lora_b_stacked
+            if x.ndim != 2 or b[0].shape[-1] > lora_kernels.RANKS_AT_ONCE or {x.itemsize, b[0].itemsize} != {2}:
+                return False
+            self._tables.fill(a, b, layer.output_slices)
+            return len(x) > 0
+
+        def add_beside(self, x: torch.Tensor, layer: Any, base: Callable[[], torch.Tensor]) -> torch.Tensor:
+            """`base()` [N, out] with LoRA of the input `x` [N, in]. Few rows are multiplied by A beside it, on another
+            stream."""
+            meta = self.token_mapping_meta
+            if meta.no_lora_flag_cpu.item():
+                return base()
+            rows = lora_kernels.Rows(
+                meta.token_lora_mapping,
+                meta.token_indices_sorted_by_lora_ids,
+                meta.num_tokens_per_lora,
+                meta.lora_token_start_loc,
+                meta.active_lora_ids,
+            )
+            if len(x) <= lora_kernels.ROWS_BESIDE and x.is_cuda:
+                if self._side is None:
+                    self._side = torch.cuda.Stream()
+                main = torch.cuda.current_stream()
+                self._side.wait_stream(main)
+                with torch.cuda.stream(self._side):
+                    h = lora_kernels.shrink(x, layer.lora_a_stacked, rows, self._tables)
+                y = base()
+                main.wait_stream(self._side)
+            else:
+                y = base()
+                h = lora_kernels.shrink(x, layer.lora_a_stacked, rows, self._tables)
+            if y.dtype != x.dtype:
+                raise InternalError(f"a linear layer gave {y.dtype} from {x.dtype}, which no LoRA kernel takes")
+            lora_kernels.expand(y, h, layer.lora_b_stacked, layer.output_slices, rows, self._tables)
+            return y
+
+    return PunicaWrapperByRows
+
+
+def multiply_by_rows() -> None:
+    """Have linear layers with LoRA on CUDA multiply with `lora_kernels`, in engines that are built from now on."""
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+    from vllm.lora.punica_wrapper import punica_gpu
+
+    original: Any = BaseLinearLayerWithLoRA._apply_sync
+    if hasattr(original, "__wrapped__"):
+        return
+    by_vllm = punica_gpu.PunicaWrapperGPU
+    punica_gpu.PunicaWrapperGPU = by_rows(by_vllm)
+
+    @functools.wraps(original)
+    def apply_sync(self: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        wrapper = self.punica_wrapper
+        if not hasattr(wrapper, "add_beside") or not wrapper.multiplies(x, self):
+            return original(self, x, bias)
+        return wrapper.add_beside(x, self, lambda: self._get_quant_method().apply(self.base_layer, x, bias))
+
+    BaseLinearLayerWithLoRA._apply_sync = apply_sync
 
 
 class _OneAdapterHead:
