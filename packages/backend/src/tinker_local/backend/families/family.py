@@ -244,10 +244,9 @@ class Family:
     not. `quantized`: what to do with a checkpoint in fewer bits, which is refused. `hosted_attention`:
     what exports call the modules `self_attn`. `tool_parser`: of vLLM, for the form in which models of the family write
     calls of tools; None if they have none. `unused_tokens`: that published tokenizers have beyond the rows of the
-    embedding. `model_type`: of its configs; empty for architectures without a family. `joins_otherwise`: whether
-    vLLM joins other matrices than the trainer, as of keys that are values, too. `undivided`: why ranks cannot hold
-    parts of the weights; empty if they can. `experts_of(where)`: `lora` of the model at a folder or hub name, of a
-    family in which some models have experts; None of others.
+    embedding. `model_type`: of its configs; empty for architectures without a family. `undivided`: why ranks
+    cannot hold parts of the weights; empty if they can. `experts_of(where)`: `lora` of the model at a folder or hub
+    name, of a family in which some models have experts; None of others.
     """
 
     auto_class: str = "AutoModelForCausalLM"
@@ -264,7 +263,6 @@ class Family:
     unused_tokens: tuple[str, ...] = ()
     left_out: str = ""
     model_type: str = ""
-    joins_otherwise: bool = False
     undivided: str = ""
     experts_of: "Callable[[str], LoraNames] | None" = None
 
@@ -277,7 +275,7 @@ class Family:
     def one_copy(self) -> bool:
         """Whether vLLM keeps all matrices as transformers has them, so that it can read a trainer's on a GPU. It turns
         experts round that are transposed."""
-        return not self.joins_otherwise and (self.lora.experts is None or not self.lora.experts.transposed)
+        return self.lora.experts is None or not self.lora.experts.transposed
 
     @property
     def head_adapters_in_vllm(self) -> bool:

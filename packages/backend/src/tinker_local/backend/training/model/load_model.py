@@ -108,7 +108,14 @@ def packable(config: Any) -> Packable | None:
 def packable_head(config: Any) -> Packable | None:
     """Of a model of `config` its embedding and LM head, as they can be packed; None if they cannot."""
     family = family_of(config.model_type, config.name_or_path)
-    return packable_vocabulary(without_values(config, family)) if family.one_copy else None
+    if not family.one_copy or has_second_embedding(config):
+        return None
+    return packable_vocabulary(without_values(config, family))
+
+
+def has_second_embedding(config: Any) -> bool:
+    """Whether layers of a model of `config` read a second embedding. vLLM has both in one form."""
+    return bool(getattr(config.get_text_config(), "hidden_size_per_layer_input", None))
 
 
 def supported_family(config: Any, where: str) -> Family:
