@@ -59,7 +59,7 @@ adapters that are transformers' in float64:
 """
 TOWERS_THAT_SEE = """
 With `--train-vision` adapters also train all linear layers of the tower, and of what is between it and the language
-model, where tests have seen vLLM compute them as transformers does: in `exaone4_5`, `idefics3`, `llava_next`,
+model, where tests have seen vLLM compute them as transformers does: in `exaone4_5`, `idefics3`, `lfm2_vl`, `llava_next`,
 `smolvlm`, and `llava` with Pixtral's tower. Elsewhere the tower stays frozen, and a run that asks for it is refused
 with the reason: vLLM's class takes no adapters on its tower (`internvl`, `mistral3`) or not on all of it (`glm4v`,
 `glm_ocr`), or fails with them (`llava` with CLIP's tower).

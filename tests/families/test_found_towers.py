@@ -24,7 +24,7 @@ from tests.families.test_models_found_to_see import datum, rendered, trainer_of
 ALIKE = ("llava", "llava_next", "internvl", "mistral3", "pixtral", "idefics3", "smolvlm", "glm4v", "exaone4_5")
 """Architectures whose pictures of one size are computed together, each in another way or from other tensors."""
 
-TRAINED = ("llava_next", "pixtral", "idefics3", "smolvlm", "exaone4_5")
+TRAINED = ("llava_next", "pixtral", "idefics3", "smolvlm", "exaone4_5", "lfm2_vl")
 """Architectures whose towers adapters train."""
 
 PATCHES = {"llava_next": 1, "pixtral": 1, "idefics3": 4, "exaone4_5": 4}

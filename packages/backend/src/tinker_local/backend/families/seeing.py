@@ -35,7 +35,7 @@ AUTO_CLASS = "AutoModelForImageTextToText"
 DECODER_PATH = "model.language_model"
 """Where the language model is in most of these classes."""
 
-_TRAINED_TOWERS = ("exaone4_5", "idefics3", "llava_next", "pixtral", "qwen2_vl", "smolvlm")
+_TRAINED_TOWERS = ("exaone4_5", "idefics3", "lfm2_vl", "llava_next", "pixtral", "qwen2_vl", "smolvlm")
 """Of which vLLM takes adapters on tower and projector, and computes what transformers does
 (`benchmarks/architectures.py`). The name of the tower, where one class has several."""
 
@@ -165,7 +165,7 @@ def _layers_not_read(model: Any, parts: Parts) -> tuple[str, ...]:
 
 def _inside(model: Any, parts: Parts) -> str:
     kind = getattr(getattr(model.config, "vision_config", None), "model_type", "")
-    known = kind in ("clip_vision_model", "siglip_vision_model") and parts.tower
+    known = kind in ("clip_vision_model", "siglip_vision_model", "siglip2_vision_model") and parts.tower
     return _INSIDE if known and not hasattr(model.get_submodule(parts.tower), _INSIDE) else ""
 
 
