@@ -2,7 +2,9 @@
 
 import asyncio
 import io
+import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +19,12 @@ from PIL import Image
 from safetensors.torch import save_file
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.cli.check_command import check
+from tinker_local.backend.cli.models_command import models
 from tinker_local.backend.families import FAMILIES, OTHER, family_of, seeing
 from tinker_local.backend.families.family import Vision, text_position_ids
 from tinker_local.backend.families.line_up import NOT_SERVED, OTHERS, SEEING
 from tinker_local.backend.models.agreement import with_random_b
+from tinker_local.backend.models.load_engines import check_model
 from tinker_local.backend.process.messages import KeepImage, decode, encode
 from tinker_local.backend.rendering.hf_images import HFProcessorImages
 from tinker_local.backend.rendering.rendered_input import (
@@ -34,6 +38,7 @@ from tinker_local.backend.rendering.rendered_input import (
 )
 from tinker_local.backend.rendering.renderer import ImageReading, ModelRenderer
 from tinker_local.backend.report.reference import compute, distances
+from tinker_local.backend.tiny_models import make_tiny_vl_model
 from tinker_local.backend.tiny_models.seeing_models import make_tiny_seeing_model
 from tinker_local.backend.training.model.load_model import config_of
 from tinker_local.backend.training.run.packing import Item, pack
@@ -306,6 +311,46 @@ def test_a_class_that_gives_its_layers_more_than_embeddings_is_refused() -> None
     seeing.check_given(torch.nn.Module(), {"inputs_embeds": embeds, "attention_mask": None, "visual_pos_masks": None})
     with pytest.raises(UnsupportedError, match=r"gives its layers deepstack_visual_embeds beside embeddings"):
         seeing.check_given(torch.nn.Module(), {"inputs_embeds": embeds, "deepstack_visual_embeds": [embeds]})
+
+
+def test_a_model_that_sees_is_found_by_its_config_alone(folders: Any, tmp_path: Path) -> None:
+    """As `models` asks; `check` and `serve` say that its weights are missing."""
+    folder = shutil.copytree(folders("llava"), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors*"))
+    assert family_of("llava", str(folder)).vision is not None
+    assert "fits    " in CliRunner().invoke(models, ["--gpu", "H200", str(folder)]).output
+    assert f"{folder} has no weights" in CliRunner().invoke(check, [str(folder)]).output
+
+
+@pytest.mark.parametrize(
+    ("architecture", "section", "why"),
+    [
+        ("qwen2_5_vl", [6, 5, 6], r"is \[6, 5, 6\], 17 in all: heads of 32 numbers have 16 frequencies"),
+        ("qwen3_vl", [6, 5], r"is \[6, 5\], not 3 counts: heads of 32 numbers have 16 frequencies"),
+        ("glm4v", [3, 3, 3], r"is \[3, 3, 3\], 9 in all: heads of 32 numbers have 8 frequencies"),
+        ("glm4v", "2,3,3", r"is '2,3,3', not 3 counts: heads of 32 numbers have 8 frequencies"),
+        (
+            "glm4v",
+            None,
+            r"is \[8, 12, 12\] by transformers' default, 32 in all: heads of 32 numbers have 8 frequencies",
+        ),
+    ],
+)
+def test_parts_of_rotary_positions_that_are_not_all_of_them_are_refused_with_the_numbers(
+    architecture: Any, section: Any, why: str, tmp_path: Path
+) -> None:
+    if architecture == "glm4v":
+        folder = make_tiny_seeing_model(tmp_path / "model", architecture)
+    else:
+        folder = make_tiny_vl_model(tmp_path / "model", family=architecture)
+    config = json.loads((folder / "config.json").read_bytes())
+    rope = config["text_config"]["rope_parameters"]
+    rope["mrope_section"] = section
+    if section is None:
+        del rope["mrope_section"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=f"mrope_section of rope_parameters {why}"):
+        check_model(str(folder), BackendOptions())
+    assert re.search(f"mrope_section of rope_parameters {why}", CliRunner().invoke(check, [str(folder)]).output)
 
 
 def test_layers_that_add_features_of_images_to_what_they_give_are_refused(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ class LoraNames:
         return "mlp" if last in (*self.mlp, *(self.experts.names if self.experts else ())) else None
 
     @staticmethod
-    def left_out(parent: Any, last: str) -> bool:
+    def keys_are_values(parent: Any, last: str) -> bool:
         """Whether adapters do not train the module `last` of transformers' `parent`, whatever it is called: a
         projection of keys that are values, too. Of such an adapter vLLM adds to the keys alone."""
         return last == "k_proj" and getattr(parent, "v_proj", parent) is None
@@ -237,16 +237,15 @@ class Family:
     `auto_class`: the transformers class that loads it. `decoder_path`: the module that turns `inputs_embeds` into
     hidden states. `position_ids(config, input)`: rotary positions of one rendered input, int64 [rows, N]. `vision`:
     None for text only. `lora`: what adapters train beside the LM head. `logits(config)`: what follows the LM head, from
-    the text config; None: whatever transformers' model does. `left_out`: the field of a text config, with its value, by
-    which its own class makes logits, as vLLM does, and the class that `auto_class` names does not; empty for most.
-    `vllm_head`: None if vLLM is known to take adapters of the
-    LM head as it is. `unlike_vllm(config)`: why vLLM is known to compute a model of a config otherwise; empty if it is
-    not. `quantized`: what to do with a checkpoint in fewer bits, which is refused. `hosted_attention`:
-    what exports call the modules `self_attn`. `tool_parser`: of vLLM, for the form in which models of the family write
-    calls of tools; None if they have none. `unused_tokens`: that published tokenizers have beyond the rows of the
-    embedding. `model_type`: of its configs; empty for architectures without a family. `undivided`: why ranks
-    cannot hold parts of the weights; empty if they can. `experts_of(where)`: `lora` of the model at a folder or hub
-    name, of a family in which some models have experts; None of others.
+    the text config; None: whatever transformers' model does. `logits_left_out`: the field of a text config, with its
+    value, by which its own class makes logits, as vLLM does, and the class that `auto_class` names does not; empty for
+    most. `vllm_head`: None if vLLM is known to take adapters of the LM head as it is. `unlike_vllm(config)`: why vLLM
+    is known to compute a model of a config otherwise; empty if it is not. `quantized`: what to do with a checkpoint in
+    fewer bits, which is refused. `hosted_attention`: what exports call the modules `self_attn`. `tool_parser`: of vLLM,
+    for the form in which models of the family write calls of tools; None if they have none. `unused_tokens`: that
+    published tokenizers have beyond the rows of the embedding. `model_type`: of its configs; empty for architectures
+    without a family. `undivided`: why ranks cannot hold parts of the weights; empty if they can. `experts_of(where)`:
+    `lora` of the model at a folder or hub name, of a family in which some models have experts; None of others.
     """
 
     auto_class: str = "AutoModelForCausalLM"
@@ -261,7 +260,7 @@ class Family:
     hosted_attention: str = "self_attn"
     tool_parser: str | None = None
     unused_tokens: tuple[str, ...] = ()
-    left_out: str = ""
+    logits_left_out: str = ""
     model_type: str = ""
     undivided: str = ""
     experts_of: "Callable[[str], LoraNames] | None" = None

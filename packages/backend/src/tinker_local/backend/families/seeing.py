@@ -28,7 +28,7 @@ from tinker_local.backend.families.family import (
     text_position_ids,
 )
 from tinker_local.backend.rendering.rendered_input import ImageTokens, RenderedImage, RenderedInput
-from tinker_local.backend.weight_files import folder_of
+from tinker_local.backend.weight_files import folder_on_disk
 from tinker_local.types import UnsupportedError
 
 AUTO_CLASS = "AutoModelForImageTextToText"
@@ -81,9 +81,9 @@ class Parts:
 
 
 def sees(model_type: str, where: str) -> bool:
-    """Whether the model at `where`, which is on this machine, has a part for images, and transformers a class that
-    reads images and texts for its `model_type`. Imports torch for a model with such a part alone."""
-    folder = folder_of(where)
+    """Whether the model at `where`, whose config is on this machine, has a part for images, and transformers a class
+    that reads images and texts for its `model_type`. Imports torch for a model with such a part alone."""
+    folder = folder_on_disk(where)
     if folder is None or not (folder / "config.json").is_file():
         return False
     try:
@@ -129,7 +129,7 @@ def seeing_family(model_type: str, where: str) -> Family:
         lora=LoraNames(attn=(), mlp=(), every_linear=True, experts=_EXPERTS.get(text.model_type)),
         logits=None,
         vllm_head=VLLMHead(),
-        left_out=_left_out(model),
+        logits_left_out=_logits_left_out(model),
         model_type=model_type,
     )
 
@@ -227,9 +227,9 @@ _SEEING_ALL = "block_sequence_ids"
 """What functions of transformers that make masks call the argument that says which positions see each other."""
 
 
-def _left_out(model: Any) -> str:
-    """See `Family.left_out`: a class that sees runs the layers of its language model, and not the whole class, whose
-    forward makes more of the LM head's output. So does LLaVA-NeXT with Granite vision's text."""
+def _logits_left_out(model: Any) -> str:
+    """See `Family.logits_left_out`: a class that sees runs the layers of its language model, and not the whole class,
+    whose forward makes more of the LM head's output. So does LLaVA-NeXT with Granite vision's text."""
     text, own = model.config.get_text_config(), inspect.getsource(type(model).forward)
     found = {name: getattr(text, name, None) for name in _AFTER_HEAD if name not in own}
     return ", ".join(f"{name} {value}" for name, value in found.items() if value not in (None, _AFTER_HEAD[name]))

@@ -35,7 +35,7 @@ itself (token_type_ids).
 Where transformers 5.19 and vLLM 0.32 differ (`benchmarks/architectures.py` compares them):
 
 - granite_vision, cohere2_vision: transformers leaves out `logits_scaling` and `logit_scale` of the text, which the
-  trainer adds (`Family.left_out`).
+  trainer adds (`Family.logits_left_out`).
 - mistral3, ministral3: transformers takes no prompt whose pictures have one position in all.
 - gemma4_dense: vLLM adds what an adapter of `k_proj` makes to keys alone, where keys are the values, too.
 - lfm2_vl: vLLM ignores adapters of `conv.in_proj` and `conv.out_proj`, unless they are renamed, as the sampler has it.

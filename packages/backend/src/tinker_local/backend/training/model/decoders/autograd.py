@@ -331,7 +331,7 @@ def find_targets(modules: Any, path: str, lora: LoraNames) -> dict[Any, list[Tar
         split = lora.split.get(last)
         if not isinstance(module, torch.nn.Linear) or (split is None and lora.flag(name) is None):
             continue
-        if lora.left_out(modules.get_submodule(parent), last):
+        if lora.keys_are_values(modules.get_submodule(parent), last):
             continue
         suffix = name.split(".", 2)[-1] if name.startswith("layers.") else name
         group = f"{suffix} {module.out_features}x{module.in_features}"
@@ -349,9 +349,11 @@ def find_targets(modules: Any, path: str, lora: LoraNames) -> dict[Any, list[Tar
     return found
 
 
-def left_out(modules: Any, lora: LoraNames) -> str:
+def keys_as_values(modules: Any, lora: LoraNames) -> str:
     """What adapters leave out of layers of the decoder `modules`, in words; empty if that is nothing."""
-    count = sum(lora.left_out(parent, name) for parent in modules.modules() for name, _ in parent.named_children())
+    count = sum(
+        lora.keys_are_values(parent, name) for parent in modules.modules() for name, _ in parent.named_children()
+    )
     return f"{count} k_proj are left out, whose keys are values, too: vLLM would add to keys alone" if count else ""
 
 
