@@ -51,7 +51,8 @@ is compared with transformers' whole forward, on pictures of four shapes, betwee
 prompt, and trainer and sampler on several shapes; a model that differs is refused with the prompt, the position and
 both numbers. Routed experts are trained in `glm4v_moe`, and where the language model is a `qwen3_moe`, as that of
 InternVL 3.5 30B-A3B. What transformers' class leaves out of the logits, and its language model's own class and vLLM do
-not, is computed: the scale of Granite vision, a `llava_next`.
+not, is computed: the scale of Granite vision, a `llava_next`. Features that go into several layers are trained and
+sampled in `granite4_vision`.
 
 Layers are written out if all of their parts are, as those of LLaVA, InternVL, Idefics 3, GLM-4.1V, and of Mistral 3
 with either of its language models; the start says which decoder trains. Tests have seen these agree, with gradients of
@@ -76,7 +77,8 @@ is from transformers, or why it is refused. In short:
 
 - models whose images see forward, but for Gemma 3 and 4, as `paligemma`, where all of a prompt does, and in vLLM the
   image alone;
-- models of which a layer adds features of images to what it gives (`granite4_vision`), but for Qwen3-VL;
+- models of which layers add features of images to what they give (`cohere_compass`), but for Qwen3-VL and Granite 4
+  Vision;
 - models of which vLLM takes no adapters (`llava_onevision`, `cohere2_vision`, `bloom`, `falcon`, `stablelm`) or no
   images (`llava_next_video`), and models with sound;
 - models whose layers are not at `model.layers` (`gpt2`, `gpt_neox`, `opt`, `mamba`);

@@ -33,7 +33,7 @@ GEMMA4 = ("gemma4", "gemma4_dense", "gemma4_moe")
 SERVED = (
     *("llava", "llava_next", "internvl", "internvl3_5", "mistral3", "ministral3", "pixtral", "idefics3"),
     *("qwen2_vl", "glm4v", "glm_ocr", "exaone4_5", "smolvlm", "glm4v_moe", "internvl3_5_moe"),
-    *("granite_vision", "lfm2_vl", *GEMMA4),
+    *("granite_vision", "granite4_vision", "lfm2_vl", *GEMMA4),
 )
 """Architectures."""
 
@@ -48,6 +48,7 @@ FROZEN_TOWERS = {
     **dict.fromkeys(
         ("glm4v", "glm4v_moe", "glm_ocr"), "takes no adapters on gate_proj and up_proj of towers of this kind"
     ),
+    "granite4_vision": "it has not been seen that vLLM computes adapters on towers of granite4_vision models",
     **dict.fromkeys(GEMMA4, "computed by transformers' class without adapters"),
 }
 """Of the others, why not."""

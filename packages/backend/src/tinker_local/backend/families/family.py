@@ -28,10 +28,28 @@ read them: an untied LM head keeps its name, a tied one must not be taken for a 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageFeatures:
     """Features of images, for P positions in all: `embeds` [P, hidden] replaces token embeddings; each of `deepstack`
-    [P, hidden] is added to the hidden states after one of the first decoder layers."""
+    [P, hidden] is added to the hidden states after the decoder layer whose number is in `after`; -1: to what enters the
+    first."""
 
     embeds: "torch.Tensor"
     deepstack: "tuple[torch.Tensor, ...]" = ()
+    after: tuple[int, ...] = ()
+
+    @staticmethod
+    def joined(features: "Sequence[ImageFeatures]") -> "ImageFeatures":
+        """Those of several lists of images of one model as those of one."""
+        import torch
+
+        if len(features) == 1:
+            return features[0]
+        levels = zip(*(each.deepstack for each in features), strict=True)
+        embeds = torch.cat([each.embeds for each in features])
+        return ImageFeatures(embeds, tuple(torch.cat(level) for level in levels), features[0].after)
+
+    def split(self, sizes: "Sequence[int]") -> "list[ImageFeatures]":
+        """Views of the features of images that have so many positions."""
+        parts = zip(*(level.split([*sizes]) for level in (self.embeds, *self.deepstack)), strict=True)
+        return [ImageFeatures(embeds, tuple(deepstack), self.after) for embeds, *deepstack in parts]
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,7 @@ SEEING: Sequence[str] = (
     "glm4v",
     "glm4v_moe",
     "glm_ocr",
+    "granite4_vision",
     "idefics3",
     "internvl",
     "lfm2_vl",
@@ -119,5 +120,5 @@ SEEING: Sequence[str] = (
 )
 """The same of those that read images."""
 
-SEEING_BY_AUTOGRAD: Sequence[str] = ("exaone4_5", "lfm2_vl")
+SEEING_BY_AUTOGRAD: Sequence[str] = ("exaone4_5", "granite4_vision", "lfm2_vl")
 """Of these, those whose layers are not written out."""

@@ -54,6 +54,11 @@ _INSIDE = "vision_model"
 _EXPERTS: Mapping[str, Experts] = {"glm4v_moe_text": glm4_moe.EXPERTS, "qwen3_moe": Experts()}
 """Of the text configs with routed experts that adapters train, by their `model_type`."""
 
+BY_LAYER = "deepstack_features"
+"""What Granite 4 Vision gives its layers: features for the positions of images, by the layer before which they are
+added."""
+_ADDED = {BY_LAYER, "vision_mask"}
+
 KINDS = "mm_token_type_ids"
 """What transformers' forwards call the argument that says which positions are images, [1, N]."""
 
@@ -183,10 +188,10 @@ def parts_of(model: Any, where: str) -> Parts:
         raise UnsupportedError(f"{where}: transformers' {kind} has no language model with `layers` below `model`")
     path = paths[decoder]
     deep = [name for name in inspect.signature(type(decoder).forward).parameters if "deepstack" in name]
-    if deep:
+    if unknown := {*deep} - {BY_LAYER}:
         raise UnsupportedError(
-            f"{where}: the layers of transformers' {kind} add features of images to what they give ({deep[0]}), which "
-            "the trainer does in families that it knows"
+            f"{where}: the layers of transformers' {kind} add features of images to what they give "
+            f"({min(unknown)}), which the trainer does in families that it knows"
         )
     others = [name for name, _ in inner.named_children() if not f"{path}.".startswith(f"model.{name}.")]
     tower = next((name for name in others if "vis" in name or "image" in name), "")
@@ -307,11 +312,11 @@ def given_to_layers(model: Any, parts: Parts, **arguments: Any) -> Mapping[str, 
 def encode_images(parts: Parts, model: Any, images: Sequence[RenderedImage]) -> ImageFeatures:
     """The features of `images`, which are alike, as of a batch of prompts that each have one of them alone.
     transformers' classes pad images of several sizes, and then round otherwise."""
-    return ImageFeatures(_features(parts, model, images))
+    return _features(parts, model, images)
 
 
-def _features(parts: Parts, model: Any, images: Sequence[RenderedImage]) -> Any:
-    """Float [V, H]: what replaces the embeddings of the ids of `images`, in order."""
+def _features(parts: Parts, model: Any, images: Sequence[RenderedImage]) -> ImageFeatures:
+    """What replaces the embeddings of the ids of `images`, in order, and what layers add there."""
     import torch
 
     positions = images[0].positions
@@ -322,12 +327,16 @@ def _features(parts: Parts, model: Any, images: Sequence[RenderedImage]) -> Any:
     is_image = holds.int().repeat(len(images), 1)
     given = given_to_layers(model, parts, input_ids=ids, **_arguments(parts, images, is_image))
     check_given(model, given)
-    return given["inputs_embeds"][:, holds].flatten(0, 1)
+    levels: Mapping[int, Any] = dict(sorted((given.get(BY_LAYER) or {}).items()))
+    return ImageFeatures(
+        given["inputs_embeds"][:, holds].flatten(0, 1), tuple(levels.values()), tuple(at - 1 for at in levels)
+    )
 
 
 def check_given(model: Any, given: Mapping[str, Any]) -> None:
     """UnsupportedError if layers read more than embeddings at positions."""
-    unknown = {name for name, value in given.items() if name not in _NOT_GIVEN | _WITHOUT_EFFECT and value is not None}
+    known = _NOT_GIVEN | _WITHOUT_EFFECT | _ADDED
+    unknown = {name for name, value in given.items() if name not in known and value is not None}
     if given.get("inputs_embeds") is None:
         unknown.add("input_ids")
     if unknown:

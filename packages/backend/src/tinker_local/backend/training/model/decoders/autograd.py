@@ -223,12 +223,14 @@ class AutogradDecoder:
         if run is None:
             return original(*args, **kwargs)
         run.walk.layer(index)
+        if index == 0 and run.row.has_deepstack(-1):
+            args = (_AddedBefore.apply(args[0], run.row), *args[1:])
         if run.policy is not None and run.policy[index] is Keep.INPUT:
             output = checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
         else:
             output = original(*args, **kwargs)
         hidden = _Enter.apply(output[0] if isinstance(output, tuple) else output, run, index)
-        if index < len(run.row.deepstack):
+        if run.row.has_deepstack(index):
             hidden = run.row.add_deepstack(index, hidden[0].clone())[None]
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
@@ -305,6 +307,20 @@ class _Enter(torch.autograd.Function):
         ctx.run.walk.layer(ctx.index)
         ctx.run.row.write_deepstack_gradient(ctx.index, grad[0])
         return grad, None, None
+
+
+class _AddedBefore(torch.autograd.Function):
+    """What enters the first layer, with image features added."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, row: PackedRow) -> torch.Tensor:
+        ctx.row = row
+        return row.add_deepstack(-1, hidden[0].clone())[None]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.row.write_deepstack_gradient(-1, grad[0])
+        return grad, None
 
 
 class _Gradient(torch.autograd.Function):
