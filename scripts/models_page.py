@@ -60,10 +60,10 @@ adapters that are transformers' in float64:
 """
 TOWERS_THAT_SEE = """
 With `--train-vision` adapters also train all linear layers of the tower, and of what is between it and the language
-model, where tests have seen vLLM compute them as transformers does: in `exaone4_5`, `idefics3`, `lfm2_vl`, `llava_next`,
-`smolvlm`, and `llava` with Pixtral's tower. Elsewhere the tower stays frozen, and a run that asks for it is refused
-with the reason: vLLM's class takes no adapters on its tower (`internvl`, `mistral3`) or not on all of it (`glm4v`,
-`glm_ocr`), or fails with them (`llava` with CLIP's tower).
+model, where tests have seen vLLM compute them as transformers does: in `exaone4_5`, `idefics3`, `lfm2_vl`,
+`llava_next`, `smolvlm`, and `llava` with Pixtral's tower. Elsewhere the tower stays frozen, and a run that asks for it
+is refused with the reason: vLLM's class takes no adapters on its tower (`internvl`, `mistral3`) or not on all of it
+(`glm4v`, `glm_ocr`), or fails with them (`llava` with CLIP's tower).
 """
 TABLE = "served_architectures-20261201-005029.txt"
 """What `benchmarks/served_architectures.py` found last."""
@@ -82,8 +82,8 @@ is from transformers, or why it is refused. In short:
 - models of which vLLM takes no adapters (`llava_onevision`, `cohere2_vision`, `bloom`, `falcon`, `stablelm`) or no
   images (`llava_next_video`), and models with sound;
 - models whose layers are not at `model.layers` (`gpt2`, `gpt_neox`, `opt`, `mamba`);
-- models whose layers do not pass their arguments on to attention (`nemotron`), or compute it by other functions than
-  transformers' common ones, or have convolutions along the sequence that are not LFM2's (`falcon_h1`);
+- models whose layers compute attention by other functions than transformers' common ones, or with values of another
+  width than queries (`minicpm3`), or have convolutions along the sequence that are not LFM2's (`falcon_h1`);
 - mixtures of experts that are not named above (`granitemoe`, `lfm2_moe`, `llama4_text`, `deepseek_v2`): adapters train
   routed experts in those architectures alone;
 """

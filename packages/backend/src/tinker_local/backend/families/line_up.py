@@ -91,6 +91,7 @@ OTHERS: Sequence[str] = (
     "ministral",
     "ministral3",
     "nanochat",
+    "nemotron",
     "olmo",
     "olmo2",
     "olmo3",

@@ -129,9 +129,8 @@ class AutogradDecoder:
         """See `Decoder.forward`."""
         run = _Run(row, lora, policy, walk)
         embeds = row.embeds.detach()
-        with self._running(run), torch.set_grad_enabled(policy is not None):
+        with self._running(run) as packed, torch.set_grad_enabled(policy is not None):
             embeds.requires_grad_(policy is not None)
-            packed = PackedCall(row.segments)
             further = per_layer_arguments(self._modules, len(embeds), row.per_layer)
             output = self._modules(
                 inputs_embeds=embeds[None], position_ids=row.position_ids, use_cache=False, packed=packed, **further
@@ -163,12 +162,13 @@ class AutogradDecoder:
         return dtype
 
     @contextmanager
-    def _running(self, run: _Run) -> Iterator[None]:
+    def _running(self, run: _Run) -> Iterator[PackedCall]:
         assert self._run is None, "one pass at a time"
         self._run = run
+        packed = PackedCall(run.row.segments)
         try:
-            with attending(self._modules, ATTENTION):
-                yield
+            with attending(self._modules, ATTENTION, packed):
+                yield packed
         finally:
             self._run = None
 
