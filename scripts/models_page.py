@@ -51,7 +51,8 @@ is compared with transformers' whole forward, on pictures of four shapes, betwee
 prompt, and trainer and sampler on several shapes; a model that differs is refused with the prompt, the position and
 both numbers. Routed experts are trained in `glm4v_moe`, and where the language model is a `qwen3_moe`, as that of
 InternVL 3.5 30B-A3B. What transformers' class leaves out of the logits, and its language model's own class and vLLM do
-not, is computed: the scale of Granite vision, a `llava_next`.
+not, is computed: the scale of Granite vision, a `llava_next`. Features that go into several layers are trained and
+sampled in `granite4_vision`.
 
 Layers are written out if all of their parts are, as those of LLaVA, InternVL, Idefics 3, GLM-4.1V, and of Mistral 3
 with either of its language models; the start says which decoder trains. Tests have seen these agree, with gradients of
@@ -59,10 +60,10 @@ adapters that are transformers' in float64:
 """
 TOWERS_THAT_SEE = """
 With `--train-vision` adapters also train all linear layers of the tower, and of what is between it and the language
-model, where tests have seen vLLM compute them as transformers does: in `exaone4_5`, `idefics3`, `llava_next`,
-`smolvlm`, and `llava` with Pixtral's tower. Elsewhere the tower stays frozen, and a run that asks for it is refused
-with the reason: vLLM's class takes no adapters on its tower (`internvl`, `mistral3`) or not on all of it (`glm4v`,
-`glm_ocr`), or fails with them (`llava` with CLIP's tower).
+model, where tests have seen vLLM compute them as transformers does: in `exaone4_5`, `idefics3`, `lfm2_vl`,
+`llava_next`, `smolvlm`, and `llava` with Pixtral's tower. Elsewhere the tower stays frozen, and a run that asks for it
+is refused with the reason: vLLM's class takes no adapters on its tower (`internvl`, `mistral3`) or not on all of it
+(`glm4v`, `glm_ocr`), or fails with them (`llava` with CLIP's tower).
 """
 TABLE = "served_architectures-20261201-005029.txt"
 """What `benchmarks/served_architectures.py` found last."""
@@ -76,12 +77,13 @@ is from transformers, or why it is refused. In short:
 
 - models whose images see forward, but for Gemma 3 and 4, as `paligemma`, where all of a prompt does, and in vLLM the
   image alone;
-- models of which a layer adds features of images to what it gives (`granite4_vision`), but for Qwen3-VL;
+- models of which layers add features of images to what they give (`cohere_compass`), but for Qwen3-VL and Granite 4
+  Vision;
 - models of which vLLM takes no adapters (`llava_onevision`, `cohere2_vision`, `bloom`, `falcon`, `stablelm`) or no
   images (`llava_next_video`), and models with sound;
 - models whose layers are not at `model.layers` (`gpt2`, `gpt_neox`, `opt`, `mamba`);
-- models whose layers do not pass their arguments on to attention (`nemotron`), or compute it by other functions than
-  transformers' common ones, or have convolutions along the sequence that are not LFM2's (`falcon_h1`);
+- models whose layers compute attention by other functions than transformers' common ones, or with values of another
+  width than queries (`minicpm3`), or have convolutions along the sequence that are not LFM2's (`falcon_h1`);
 - mixtures of experts that are not named above (`granitemoe`, `lfm2_moe`, `llama4_text`, `deepseek_v2`): adapters train
   routed experts in those architectures alone;
 """

@@ -70,22 +70,6 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "rope_parameters": _ROPE | {"mrope_section": [6, 6, 4]},
     },
     "glm5_next_text": {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "head_dim": 0},
-    "granite4_vision": {
-        "deepstack_layer_map": [[-1, 0]],
-        "downsample_rate": "1/2",
-        "vision_feature_select_strategy": "full",
-        "spatial_target_layers": [1],
-        "image_grid_pinpoints": GRID,
-        "text_config": {
-            "model_type": "granite4_vision_text",
-            "vocab_size": 512,
-            "hidden_size": 128,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-        },
-    },
     "hunyuan_vl_text": {"rope_parameters": _ROPE | {"mrope_section": [4, 4, 4, 4]}},
     "minicpm3": {"num_key_value_heads": 4, "qk_rope_head_dim": 32},
     "muse_glimmer": {"out_hidden_size": 512, "projector_hidden_size": 256},
@@ -175,7 +159,7 @@ def make(name: str, out: Path) -> Path:
 def _make_in_general(kind: str, out: Path) -> Path:
     import torch
     import transformers
-    from tinker_local.backend.tiny_models.make_models import claim_folder, instantiate, rename_tensors
+    from tinker_local.backend.tiny_models.make_models import claim_folder, instantiate
     from tinker_local.backend.tiny_models.marks import QWEN
     from tinker_local.backend.tiny_models.tokenizer import write_tokenizer
     from tinker_local.backend.tiny_models.weights import write_weights
@@ -196,8 +180,6 @@ def _make_in_general(kind: str, out: Path) -> Path:
     name = {**reads, **sees}.get(kind) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     model = instantiate(getattr(transformers, name), config)
     write_weights(model, out, 0, marks, text_scale=1.0)
-    if kind in RENAMES:
-        rename_tensors(out, RENAMES[kind])
     return out
 
 
@@ -214,7 +196,6 @@ def _marks() -> dict[str, Any]:
     }
     return {
         "cohere_compass": _renamed(QWEN, compass),
-        "granite4_vision": seeing_marks.GRANITE_VISION,
         "hunyuan_vl": replace(QWEN, named=named),
         "llava_next_video": seeing_marks.LLAVA_ONEVISION,
         "muse_glimmer": _renamed(seeing_marks.LLAMA4, videos),
@@ -233,10 +214,7 @@ def _renamed(marks: Any, names: Mapping[str, str]) -> Any:
 
 
 _TOWER = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-RENAMES = {"granite4_vision": {"vision_tower.": "vision_tower.vision_model."}}
-"""Parts of names of tensors, and what files that vLLM reads have there."""
 PROCESSORS: Mapping[str, Mapping[str, Any]] = {
-    "granite4_vision": {"patch_size": 14, "vision_feature_select_strategy": "full", "downsample_rate": "1/2"},
     "llava_next_video": _TOWER,
     "qianfan_ocr": {"image_seq_length": 4},
 }

@@ -33,11 +33,11 @@ GEMMA4 = ("gemma4", "gemma4_dense", "gemma4_moe")
 SERVED = (
     *("llava", "llava_next", "internvl", "internvl3_5", "mistral3", "ministral3", "pixtral", "idefics3"),
     *("qwen2_vl", "glm4v", "glm_ocr", "exaone4_5", "smolvlm", "glm4v_moe", "internvl3_5_moe"),
-    *("granite_vision", "lfm2_vl", *GEMMA4),
+    *("granite_vision", "granite4_vision", "lfm2_vl", *GEMMA4),
 )
 """Architectures."""
 
-TRAINED_TOWERS = ("llava_next", "granite_vision", "pixtral", "idefics3", "smolvlm", "qwen2_vl", "exaone4_5")
+TRAINED_TOWERS = ("llava_next", "granite_vision", "pixtral", "idefics3", "smolvlm", "qwen2_vl", "exaone4_5", "lfm2_vl")
 """Of these vLLM takes adapters on tower and projector."""
 
 FROZEN_TOWERS = {
@@ -48,10 +48,13 @@ FROZEN_TOWERS = {
     **dict.fromkeys(
         ("glm4v", "glm4v_moe", "glm_ocr"), "takes no adapters on gate_proj and up_proj of towers of this kind"
     ),
-    "lfm2_vl": "it has not been seen that vLLM computes adapters on towers of lfm2_vl models",
+    "granite4_vision": "it has not been seen that vLLM computes adapters on towers of granite4_vision models",
     **dict.fromkeys(GEMMA4, "computed by transformers' class without adapters"),
 }
 """Of the others, why not."""
+
+IGNORED = r"ignores adapters of some modules .* such as .*\.conv\.in_proj"
+"""By vLLM as it is, of LFM2."""
 
 ROUNDING = dict.fromkeys(GEMMA4, 5e-4)
 """Nats by which trainer and sampler may differ, if not 1e-4: these layers do not scale the products of queries and
@@ -140,7 +143,7 @@ def test_trainer_and_sampler_agree_before_and_after_training(
         left_out = [each for each in exported.warnings if "leaves logits_scaling 2.0 out of its logits" in each]
         assert len(left_out) == (folder.name == "granite_vision")
     if folder.name == "lfm2_vl":
-        with pytest.raises(InvalidRequestError, match=r"ignores adapters of some modules .* such as .*\.conv\.in_proj"):
+        with pytest.raises(InvalidRequestError, match=IGNORED):
             export_checkpoint(state, tmp_path / "vllm", to="vllm", data_dir=server.data_dir)
 
 
@@ -169,7 +172,10 @@ def test_a_tower_is_trained_where_vllm_takes_adapters_of_it(
     if folder.name == "exaone4_5":  # whatever an adapter changes
         with pytest.raises(InternalError, match="vLLM and the trainer differ by"):
             export_checkpoint(state, tmp_path / "vllm", to="vllm", data_dir=server.data_dir)
-    for to in ("peft", "merged") if folder.name == "exaone4_5" else ("peft", "vllm", "merged"):
+    if folder.name == "lfm2_vl":
+        with pytest.raises(InvalidRequestError, match=IGNORED):
+            export_checkpoint(state, tmp_path / "vllm", to="vllm", data_dir=server.data_dir)
+    for to in ("peft", "merged") if folder.name in ("exaone4_5", "lfm2_vl") else ("peft", "vllm", "merged"):
         checked = export_checkpoint(state, tmp_path / to, to=to, data_dir=server.data_dir).checked  # type: ignore[arg-type]
         assert checked is not None
         assert checked.agrees

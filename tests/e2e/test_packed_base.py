@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.tiny_models import make_tiny_text_model
+from tinker_local.backend.tiny_models.seeing_models import make_tiny_seeing_model
 from tinker_local.backend.tiny_models.shapes import TextShape
 from tinker_local.types import LoraConfig, UnsupportedError
 
@@ -99,6 +100,10 @@ def test_what_cannot_be_packed_is_refused_before_it_is_loaded(
     ("model", "why"),
     [
         ("narrow", "rows of its embedding and LM head have 48 numbers, which cannot be divided into groups of 32"),
+        (
+            "gemma4",
+            r"its layers read a second embedding \(hidden_size_per_layer_input\), which",
+        ),
         ("gpt_oss", "vLLM has another form of the weights of gpt_oss models than the trainer"),
     ],
 )
@@ -108,6 +113,8 @@ def test_a_head_that_cannot_be_packed_is_refused_before_it_is_loaded(
     path = tmp_path / "model"
     if model == "narrow":
         make_tiny_text_model(path, shape=TextShape(hidden_size=48))
+    elif model == "gemma4":
+        make_tiny_seeing_model(path, model)
     else:
         make_tiny_text_model(path, family=model)
     options = BackendOptions(data_dir=tmp_path / "data", head_precision="int8")

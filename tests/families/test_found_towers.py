@@ -11,6 +11,7 @@ import pytest
 import torch
 from tinker_local.backend.adapters.adapter import AdapterState
 from tinker_local.backend.families import seeing
+from tinker_local.backend.families.family import ImageFeatures
 from tinker_local.backend.rendering.rendered_input import ImagePositions, RenderedImage
 from tinker_local.backend.report.reference import compute, distances
 from tinker_local.backend.tiny_models.seeing_models import make_tiny_seeing_model
@@ -21,10 +22,13 @@ from tinker_local.types import AdamParams, InvalidRequestError, LoraConfig
 
 from tests.families.test_models_found_to_see import datum, rendered, trainer_of
 
-ALIKE = ("llava", "llava_next", "internvl", "mistral3", "pixtral", "idefics3", "smolvlm", "glm4v", "exaone4_5")
+ALIKE = (
+    *("llava", "llava_next", "internvl", "mistral3", "pixtral", "idefics3", "smolvlm", "glm4v", "exaone4_5"),
+    "granite4_vision",
+)
 """Architectures whose pictures of one size are computed together, each in another way or from other tensors."""
 
-TRAINED = ("llava_next", "pixtral", "idefics3", "smolvlm", "exaone4_5")
+TRAINED = ("llava_next", "pixtral", "idefics3", "smolvlm", "exaone4_5", "lfm2_vl")
 """Architectures whose towers adapters train."""
 
 PATCHES = {"llava_next": 1, "pixtral": 1, "idefics3": 4, "exaone4_5": 4}
@@ -75,13 +79,17 @@ def test_pictures_alike_have_the_features_together_that_they_have_alone(
     sizes = [(120, 60), (64, 64), (120, 60), (60, 100), (120, 60), (60, 100)]
     images = [placed.image for placed in rendered(folders(architecture), *sizes).images]
     seen = batches_seen(tower, monkeypatch)
-    together = tower.encode(images).embeds.split([image.num_features for image in images])
+    together = [all_levels(each) for each in tower.encode(images).split([image.num_features for image in images])]
     assert sum(seen) == len(images)
     assert len(seen) == len({str(read_as(image)) for image in images}) < len(images)
     for image, features in zip(images, together, strict=True):
-        alone = tower.encode([image]).embeds
+        alone = all_levels(tower.encode([image]))
         assert (features - alone).abs().max() < 1e-6 * alone.abs().max()
     assert (together[0] - together[2]).abs().max() > 1e-2  # another picture of that size
+
+
+def all_levels(features: ImageFeatures) -> torch.Tensor:
+    return torch.stack([features.embeds, *features.deepstack])
 
 
 def read_as(image: RenderedImage) -> Any:
@@ -115,7 +123,7 @@ def test_a_class_that_computes_a_batch_otherwise_gets_one_picture_at_a_time(
 
     def turned(parts: Any, model: Any, images: Any) -> Any:
         found = original(parts, model, images)
-        return found.roll(len(found) // len(images), 0)
+        return replace(found, embeds=found.embeds.roll(len(found.embeds) // len(images), 0))
 
     def failing(parts: Any, model: Any, images: Any) -> Any:
         if len(images) > 1:

@@ -2,7 +2,9 @@
 
 import asyncio
 import io
+import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +16,14 @@ import torch
 import transformers
 from click.testing import CliRunner
 from PIL import Image
-from safetensors.torch import save_file
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.cli.check_command import check
+from tinker_local.backend.cli.models_command import models
 from tinker_local.backend.families import FAMILIES, OTHER, family_of, seeing
-from tinker_local.backend.families.family import Vision, text_position_ids
+from tinker_local.backend.families.family import ImageFeatures, Vision, text_position_ids
 from tinker_local.backend.families.line_up import NOT_SERVED, OTHERS, SEEING
 from tinker_local.backend.models.agreement import with_random_b
+from tinker_local.backend.models.load_engines import check_model
 from tinker_local.backend.process.messages import KeepImage, decode, encode
 from tinker_local.backend.rendering.hf_images import HFProcessorImages
 from tinker_local.backend.rendering.rendered_input import (
@@ -34,6 +37,7 @@ from tinker_local.backend.rendering.rendered_input import (
 )
 from tinker_local.backend.rendering.renderer import ImageReading, ModelRenderer
 from tinker_local.backend.report.reference import compute, distances
+from tinker_local.backend.tiny_models import make_tiny_vl_model
 from tinker_local.backend.tiny_models.seeing_models import make_tiny_seeing_model
 from tinker_local.backend.training.model.load_model import config_of
 from tinker_local.backend.training.run.packing import Item, pack
@@ -263,17 +267,49 @@ def test_logits_have_what_transformers_class_leaves_out(
         assert f"its logits have {field}, which transformers' class leaves out" in told
 
 
+def rolled(features: ImageFeatures) -> ImageFeatures:
+    """Each position has those of the one before."""
+    levels = tuple(level.roll(1, 0) for level in features.deepstack)
+    return replace(features, embeds=features.embeds.roll(1, 0), deepstack=levels)
+
+
+@pytest.mark.parametrize("architecture", ["llava", "granite4_vision"])
 def test_features_in_another_order_are_refused_with_the_position_and_the_numbers(
-    folders: Any, monkeypatch: pytest.MonkeyPatch
+    architecture: str, folders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Granite 4 Vision has features in layers alone."""
     original = seeing._features
-    monkeypatch.setattr(seeing, "_features", lambda *given: original(*given).roll(1, 0))
+    monkeypatch.setattr(seeing, "_features", lambda *given: rolled(original(*given)))
     with pytest.raises(
         UnsupportedError,
         match=r"with a square picture between texts the trainer computes another model than transformers: the logprob "
         r"at position \d+ of \d+ is -\d.* in the trainer and -\d.* in transformers; allowed is a difference of 0.001",
     ):
-        trainer_of(folders("llava"))
+        trainer_of(folders(architecture))
+
+
+@pytest.mark.parametrize("decoder", ["written-out", "autograd"])
+def test_features_of_layers_are_added_before_the_first_and_after_any(decoder: Any, folders: Any) -> None:
+    """As if they had been added to the embeddings, where both are."""
+    trainer = trainer_of(folders("llava"), decoder=decoder, dtype="float64", image_cache_bytes=0)
+    prompt = rendered(folders("llava"), [5, 6, 7], (64, 64), [8, 9])
+    tower: Any = trainer._loaded.tower
+    encode = tower._vision.encode_images
+
+    def apart(model: Any, images: Any) -> ImageFeatures:
+        embeds = encode(model, images).embeds
+        return ImageFeatures(embeds - 0.25, (torch.full_like(embeds, 0.5), torch.full_like(embeds, 0.25)), (0, -1))
+
+    def after_first(model: Any, images: Any) -> ImageFeatures:
+        embeds = encode(model, images).embeds
+        return ImageFeatures(embeds, (torch.full_like(embeds, 0.5),), (0,))
+
+    found = []
+    for each in (encode, apart, after_first):
+        tower._vision = replace(tower._vision, encode_images=each)
+        found.append(trainer.logprobs(None, prompt))
+    np.testing.assert_allclose(found[1], found[2], atol=1e-10, rtol=0)
+    assert np.abs(found[0] - found[1]).max() > 0.01
 
 
 def test_positions_as_of_text_are_refused_where_a_class_has_others(
@@ -296,7 +332,7 @@ def test_features_in_16_bits_that_are_too_large_are_refused(folders: Any, monkey
         "compared with transformers' own forward on 9 prompts" in trainer_of(folders("llava"), dtype="bfloat16").trains
     )
     original = seeing._features
-    monkeypatch.setattr(seeing, "_features", lambda *given: original(*given).roll(1, 0))
+    monkeypatch.setattr(seeing, "_features", lambda *given: rolled(original(*given)))
     with pytest.raises(UnsupportedError, match=r"allowed is a difference of 0\.\d+ on average"):
         trainer_of(folders("llava"), dtype="bfloat16")
 
@@ -308,19 +344,53 @@ def test_a_class_that_gives_its_layers_more_than_embeddings_is_refused() -> None
         seeing.check_given(torch.nn.Module(), {"inputs_embeds": embeds, "deepstack_visual_embeds": [embeds]})
 
 
-def test_layers_that_add_features_of_images_to_what_they_give_are_refused(tmp_path: Path) -> None:
-    """Granite 4 Vision, by its config alone."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
-    transformers.Granite4VisionConfig(
-        text_config={**sizes, "vocab_size": 512, "model_type": "granite4_vision_text"},
-        vision_config={**sizes, "image_size": 56, "patch_size": 14, "model_type": "siglip_vision_model"},
-        deepstack_layer_map=[[-1, 0]],
-        spatial_target_layers=[1, 1, 1, 1],
-        downsample_rate="1/2",
-    ).save_pretrained(tmp_path)
-    save_file({"of_another_class": torch.zeros(1)}, tmp_path / "model.safetensors")
+def test_a_model_that_sees_is_found_by_its_config_alone(folders: Any, tmp_path: Path) -> None:
+    """As `models` asks; `check` and `serve` say that its weights are missing."""
+    folder = shutil.copytree(folders("llava"), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors*"))
+    assert family_of("llava", str(folder)).vision is not None
+    assert "fits    " in CliRunner().invoke(models, ["--gpu", "H200", str(folder)]).output
+    assert f"{folder} has no weights" in CliRunner().invoke(check, [str(folder)]).output
+
+
+@pytest.mark.parametrize(
+    ("architecture", "section", "why"),
+    [
+        ("qwen2_5_vl", [6, 5, 6], r"is \[6, 5, 6\], 17 in all: heads of 32 numbers have 16 frequencies"),
+        ("qwen3_vl", [6, 5], r"is \[6, 5\], not 3 counts: heads of 32 numbers have 16 frequencies"),
+        ("glm4v", [3, 3, 3], r"is \[3, 3, 3\], 9 in all: heads of 32 numbers have 8 frequencies"),
+        ("glm4v", "2,3,3", r"is '2,3,3', not 3 counts: heads of 32 numbers have 8 frequencies"),
+        (
+            "glm4v",
+            None,
+            r"is \[8, 12, 12\] by transformers' default, 32 in all: heads of 32 numbers have 8 frequencies",
+        ),
+    ],
+)
+def test_parts_of_rotary_positions_that_are_not_all_of_them_are_refused_with_the_numbers(
+    architecture: Any, section: Any, why: str, tmp_path: Path
+) -> None:
+    if architecture == "glm4v":
+        folder = make_tiny_seeing_model(tmp_path / "model", architecture)
+    else:
+        folder = make_tiny_vl_model(tmp_path / "model", family=architecture)
+    config = json.loads((folder / "config.json").read_bytes())
+    rope = config["text_config"]["rope_parameters"]
+    rope["mrope_section"] = section
+    if section is None:
+        del rope["mrope_section"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=f"mrope_section of rope_parameters {why}"):
+        check_model(str(folder), BackendOptions())
+    assert re.search(f"mrope_section of rope_parameters {why}", CliRunner().invoke(check, [str(folder)]).output)
+
+
+def test_layers_that_add_features_of_images_in_an_unknown_way_are_refused(
+    folders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the config alone."""
+    monkeypatch.setattr(seeing, "BY_LAYER", "another name")
     with pytest.raises(UnsupportedError, match=r"add features of images to what they give \(deepstack_features\)"):
-        family_of("granite4_vision", str(tmp_path))
+        seeing.seeing_family.__wrapped__("granite4_vision", str(folders("granite4_vision")))
 
 
 def test_pictures_that_touch_or_are_too_small_for_transformers_are_errors_of_the_request(folders: Any) -> None:

@@ -30,6 +30,7 @@ from tests.float64 import Exact
 from tests.interpreter import run_interpreted
 from tests.sampling import packed_experts_cases
 from tests.sampling.test_shared_weights import lent_to
+from tests.training.gemma4_models import make_gemma4
 
 TARGETS = ("experts.w1", "experts.w2", "experts.w3")
 CODES = (torch.int8, torch.uint8)
@@ -37,6 +38,8 @@ CODES = (torch.int8, torch.uint8)
 
 def model_of(family: Any, folder: Path) -> Path:
     """With experts whose rows 32 divides."""
+    if family == "gemma4_text":
+        return make_gemma4(folder, "experts")
     shape = TextShape(intermediate_size=256, num_layers=4 if "5" in family else 2)
     if FAMILY_OF[family].vision is not None:
         return make_tiny_vl_model(folder, family=family, text=shape, tie_word_embeddings=False)
@@ -51,6 +54,8 @@ def check_one_copy(sampler: VLLMSampler, trainer: Any) -> None:
     assert {name.rpartition(".")[2] for name in served} == {"qweight", "w13_weight", "w2_weight"}
     assert all(each.untyped_storage().data_ptr() in memory for each in served.values())
     trained = [each for each in trainer._loaded.model.parameters() if each.dtype in CODES]
+    twice = [place.tensor(lent_to(sampler).pieces) for place in lent_to(sampler).again.values()]
+    trained += [each for each in twice if each.dtype in CODES]
     assert sum(each.nbytes for each in served.values()) == sum(each.nbytes for each in trained)
     lent_to(sampler).verify()
 
@@ -61,6 +66,7 @@ def check_one_copy(sampler: VLLMSampler, trainer: Any) -> None:
     [
         *(("qwen3_moe", "int8"), ("qwen3_moe", "int4"), ("gpt_oss", "int8")),
         *(("qwen3_5_moe_text", "int4"), ("qwen3_vl_moe", "int8")),
+        ("gemma4_text", "int4"),
     ],
 )
 def test_both_engines_compute_with_what_the_codes_of_experts_stand_for(

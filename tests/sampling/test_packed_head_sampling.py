@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
+from tinker_local.backend.tiny_models.seeing_models import make_tiny_seeing_model
 from tinker_local.backend.training.run.worker import HFTrainer
 from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
@@ -30,7 +31,7 @@ from tests.published_checkpoints import gptq, publish
 from tests.sampling.conftest import Served
 from tests.sampling.test_adapters import ALL, LM_HEAD, TEXT, expected_score
 from tests.sampling.test_packed_sampling import OTHERS, TOKENS, expected_logprobs
-from tests.sampling.test_shared_weights import SEEING, lent_to, logprobs
+from tests.sampling.test_shared_weights import GEMMA4, SEEING, lent_to, logprobs
 
 ODD = 523
 """Tokens of a vocabulary to which vLLM would add rows: no multiple of 64."""
@@ -46,6 +47,8 @@ def holder() -> Iterator[MemoryHolder]:
 def written(family: Any, tied: bool, out: Path) -> str:
     if family in OTHERS:
         return str(tiny(family, out))
+    if family in GEMMA4:
+        return str(make_tiny_seeing_model(out, family))
     if family in SEEING:
         return str(make_tiny_vl_model(out, family=family, tie_word_embeddings=tied))
     return with_odd_vocabulary(make_tiny_text_model(out, family=family, tie_word_embeddings=tied))
@@ -88,7 +91,8 @@ def numbers(module: Any) -> torch.Tensor:
                 *(("qwen3", "dense", False), ("qwen3_vl", "int4", True), ("qwen3_vl", "dense", False)),
                 *(("gemma3", "int8", True), ("gemma2", "dense", True)),
                 *(("qwen3_5_text", "int8", True), ("qwen2_5_vl", "int4", False), ("llama", "int8", False)),
-                *(("qwen3_moe", "dense", False),),
+                *(("qwen3_moe", "dense", False), ("gemma4_text", "dense", True), ("gemma4_dense", "int8", True)),
+                *(("gemma4_text", "int4", True),),
                 *((family, "int4", False) for family in OTHERS),
             )
         ),
@@ -134,8 +138,8 @@ async def test_both_engines_look_up_and_multiply_by_one_copy_of_codes(
             for path, each in trainer._loaded.model.named_modules()
             if hasattr(each, "qweight")
         }
-        expected = expected_logprobs(folder, family in SEEING, of_layers, torch.float64)
-        rounded = expected_logprobs(folder, family in SEEING, of_layers, torch.float32)
+        expected = expected_logprobs(folder, family in (*SEEING, *GEMMA4), of_layers, torch.float64)
+        rounded = expected_logprobs(folder, family in (*SEEING, *GEMMA4), of_layers, torch.float32)
         allowed = max(1e-4, 4 * float(np.abs(rounded - expected).max()))  # as transformers' own float32
         np.testing.assert_allclose(sampled, expected, atol=allowed, rtol=0)
         np.testing.assert_allclose(trained, expected, atol=allowed, rtol=0)

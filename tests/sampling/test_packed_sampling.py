@@ -21,7 +21,7 @@ from tinker_local.backend.weights.packed import PackedLinear
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.families.test_other_families import tiny
-from tests.sampling.test_shared_weights import SEEING, lent_to, logprobs, write_model
+from tests.sampling.test_shared_weights import GEMMA4, SEEING, WITH_KEYS_AS_VALUES, lent_to, logprobs, write_model
 
 OTHERS = ("phi3", "starcoder2")
 """Without a family: one has joined projections, the other an MLP whose names are not known."""
@@ -46,12 +46,18 @@ def in_layers(path: str) -> str:
 
 
 def trained_by(modules: dict[str, PackedLinear]) -> dict[str, torch.Tensor]:
-    """The matrices of the trainer, [out, in], joined as vLLM joins them."""
+    """The matrices of the trainer, [out, in], joined as vLLM joins them: keys that are values, too, twice. Layers that
+    read keys of others have queries alone, which nothing joins."""
     weights = {in_layers(path): module.weight for path, module in modules.items()}
     for joined in JOINED:
         for path in [path for path in weights if path.endswith(f".{joined.parts[0]}")]:
-            parts = [weights.pop(path.removesuffix(joined.parts[0]) + part) for part in joined.parts]
-            weights[path.removesuffix(joined.parts[0]) + joined.vllm] = torch.cat(parts)
+            layer = path.removesuffix(joined.parts[0])
+            parts = [weights.pop(layer + part) for part in joined.parts if layer + part in weights]
+            if len(parts) == 1:
+                weights[path] = parts[0]
+            else:
+                parts += parts[-1:] * (len(joined.parts) - len(parts))
+                weights[layer + joined.vllm] = torch.cat(parts)
     return weights
 
 
@@ -84,6 +90,12 @@ def expected_logprobs(folder: str, seeing: bool, weights: dict[str, torch.Tensor
             pytest.param(family, precision, marks=pytest.mark.more)
             for family, precision in {
                 **{"qwen3": "int4", "gemma3": "int8", "qwen3_5_text": "int8", "llama": "int8"},
+                **{
+                    "gemma4": "int4",
+                    "gemma4_text": "int4",
+                    "gemma4_dense": "int8",
+                    "shared keys that are values": "int4",
+                },
                 **dict.fromkeys(OTHERS, "int4"),
             }.items()
         ),
@@ -102,15 +114,20 @@ async def test_both_engines_compute_with_what_the_codes_stand_for(
     try:
         modules = packed_modules(trainer)
         weights = {path: module.weight.double() for path, module in modules.items()}
-        expected = expected_logprobs(folder, family in SEEING, weights, torch.float64)
-        rounded = expected_logprobs(folder, family in SEEING, weights, torch.float32)
+        sees = family in (*SEEING, *GEMMA4)
+        expected = expected_logprobs(folder, sees, weights, torch.float64)
+        rounded = expected_logprobs(folder, sees, weights, torch.float32)
         allowed = max(1e-4, 4 * float(np.abs(rounded - expected).max()))  # as transformers' own float32
         found = await logprobs(sampler)
         np.testing.assert_allclose(found[-len(expected) :], expected, atol=allowed, rtol=0)
         memory = {piece.untyped_storage().data_ptr() for piece in lent_to(sampler).pieces}
         model: Any = served_model(sampler._engine._engine)
         served = {name: each for name, each in model.named_parameters() if each.dtype in (torch.int8, torch.uint8)}
-        assert sum(each.nbytes for each in served.values()) == sum(each.qweight.nbytes for each in modules.values())
+        twice = [place for name, place in lent_to(sampler).again.items() if name.endswith("qweight")]
+        assert bool(twice) == (family in WITH_KEYS_AS_VALUES)
+        in_trainer = [each.qweight.nbytes for each in modules.values()]
+        in_trainer += [each.tensor(lent_to(sampler).pieces).nbytes for each in twice]
+        assert sum(each.nbytes for each in served.values()) == sum(in_trainer)
         assert all(each.untyped_storage().data_ptr() in memory for each in served.values())
         assert sampled_by(model).keys() == trained_by(modules).keys()
         assert all(torch.equal(each, trained_by(modules)[path]) for path, each in sampled_by(model).items())

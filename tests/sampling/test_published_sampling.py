@@ -23,8 +23,9 @@ from tinker_local.backend.weights.published import WEIGHTS
 from tests.families.test_other_families import tiny
 from tests.published_checkpoints import Method, awq, compressed, fp8, gptq, publish, scheme
 from tests.sampling.test_packed_sampling import expected_logprobs, packed_modules, sampled_by, trained_by
-from tests.sampling.test_shared_weights import SEEING, lent_to, logprobs, write_model
+from tests.sampling.test_shared_weights import GEMMA4, SEEING, lent_to, logprobs, write_model
 
+SEES = (*SEEING, *GEMMA4)
 WIDE = TextShape(hidden_size=192, intermediate_size=320, num_heads=6)
 """Blocks of 128 do not divide it, neither its rows nor its columns."""
 ALSO_WIDE = TextShape(hidden_size=256, intermediate_size=384)
@@ -61,6 +62,12 @@ CASES |= {
     "gptq-order": (lambda: gptq(4, 32, order=True), "qwen3", TextShape()),
     "gptq-order-zeros": (lambda: gptq(8, 64, order=True, v2=True, zeros=True), "qwen3_vl", TextShape()),
 }
+CASES |= {
+    "w4a16-keys-as-values": (lambda: compressed(scheme("group", 4, group_size=32)), "gemma4_text", TextShape()),
+    "gptq-order-keys-as-values": (lambda: gptq(4, 32, order=True), "gemma4_text", TextShape()),
+    "fp8-keys-as-values": (lambda: fp8(None, rows=True), "gemma4_dense", TextShape()),
+    "awq-shared-keys": (lambda: awq(32), "gemma4", TextShape()),
+}
 QUICK = ("gptq-4-32", "fp8-blocks", "awq", "w4a16-zeros", "gptq-order")
 
 
@@ -69,7 +76,7 @@ def write_dense(family: Any, folder: Path, shape: TextShape) -> Path:
         return tiny(family, folder)
     if family in SEEING:
         return make_tiny_vl_model(folder, family=family)
-    if family == "qwen3_5_text":
+    if family == "qwen3_5_text" or family in GEMMA4:
         return Path(write_model(family, folder))
     return make_tiny_text_model(folder, family=family, shape=shape)
 
@@ -121,7 +128,10 @@ async def test_both_engines_compute_with_the_numbers_of_the_files(
         model: Any = served_model(sampler._engine._engine)
         kinds = (torch.int8, torch.uint8, torch.float8_e4m3fn)
         served = [each for each in model.parameters() if each.dtype in kinds]
-        assert sum(each.nbytes for each in served) == sum(each.qweight.nbytes for each in modules.values())
+        in_trainer = [each.qweight.nbytes for each in modules.values()]
+        again = [place.tensor(lent_to(sampler).pieces) for place in lent_to(sampler).again.values()]
+        in_trainer += [each.nbytes for each in again if each.dtype in kinds]
+        assert sum(each.nbytes for each in served) == sum(in_trainer)
         assert all(each.untyped_storage().data_ptr() in memory for each in served)
         found = sampled_by(model)
         assert found.keys() == trained_by(modules).keys()
@@ -129,8 +139,8 @@ async def test_both_engines_compute_with_the_numbers_of_the_files(
             assert torch.equal(found[path].to(each.dtype), each), path
         lent_to(sampler).verify()
         if dtype == "float32":
-            expected = expected_logprobs(dense, family in SEEING, {}, torch.float64)
-            rounded = expected_logprobs(dense, family in SEEING, {}, torch.float32)
+            expected = expected_logprobs(dense, family in SEES, {}, torch.float64)
+            rounded = expected_logprobs(dense, family in SEES, {}, torch.float32)
             allowed = max(1e-4, 4 * float(np.abs(rounded - expected).max()))  # as transformers' own float32
             np.testing.assert_allclose((await logprobs(sampler))[-len(expected) :], expected, atol=allowed, rtol=0)
     finally:
@@ -142,6 +152,6 @@ def numbers_of(dense: str, family: Any) -> dict[str, torch.Tensor]:
     """The matrices of transformers' model of the folder that is not packed."""
     import transformers
 
-    auto: Any = transformers.AutoModelForImageTextToText if family in SEEING else transformers.AutoModelForCausalLM
+    auto: Any = transformers.AutoModelForImageTextToText if family in SEES else transformers.AutoModelForCausalLM
     model = auto.from_pretrained(dense, dtype=torch.float32)
     return {path: each.weight for path, each in model.named_modules() if isinstance(each, torch.nn.Linear)}

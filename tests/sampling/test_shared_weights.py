@@ -19,13 +19,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.models.gpu_plan import model_sizes
 from tinker_local.backend.options import DecoderChoice
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
+from tinker_local.backend.tiny_models.seeing_models import make_tiny_seeing_model
 from tinker_local.backend.tiny_models.shapes import TextShape
 from tinker_local.backend.training.model.checkpoint_fit import check_found
 from tinker_local.backend.training.run.worker import HFTrainer
@@ -41,16 +44,27 @@ from tinker_local.backend.weights.memory_holder import Deposit, MemoryHolder, ge
 from tinker_local.backend.weights.shared_memory import CannotShareError, write_shared
 from tinker_local.types import SamplingParams
 
+from tests.training.gemma4_models import make_gemma4
+
 CPU = torch.device("cpu")
 _EXPERTS = ("routed_experts.w13_weight", "routed_experts.w2_weight")
 OWN: Mapping[str, tuple[str, ...]] = defaultdict(tuple, gpt_oss=_EXPERTS, qwen3_vl_moe=_EXPERTS)
 """How names of matrices end that stay vLLM's: experts that it transposes."""
 
+GEMMA4 = ("gemma4", "gemma4_dense", "gemma4_moe")
+"""With pictures."""
+WITH_KEYS_AS_VALUES = ("gemma4_text", "gemma4_dense", "gemma4_moe", "shared keys that are values")
+SHARED_KEYS = ("shared keys alone", "shared keys that are values")
+"""Of Gemma 4 (`KINDS`)."""
 SEEING = ("qwen3_vl", "qwen3_vl_moe", "qwen2_vl", "qwen2_5_vl", "gemma3")
 
 
 def write_model(family: Any, folder: Path) -> str:
     """With six layers, so that there are more matrices than a coincidence of addresses spares."""
+    if family in GEMMA4:
+        return str(make_tiny_seeing_model(folder, family))
+    if family in SHARED_KEYS:
+        return str(make_gemma4(folder, family))
     if family in SEEING:
         return str(make_tiny_vl_model(folder, family=family))
     return str(make_tiny_text_model(folder, family=family, shape=TextShape(num_layers=6)))
@@ -118,6 +132,7 @@ def matrices(sampler: VLLMSampler) -> dict[str, torch.Tensor]:
             for family in (
                 *("qwen3", "qwen3_vl", "qwen3_moe", "qwen3_vl_moe", "qwen3_5_text", "qwen2_vl", "qwen2_5_vl"),
                 *("gpt_oss", "gemma2", "gemma3", "llama", "mixtral", "glm4_moe", "minimax_m2"),
+                *("gemma4_text", *GEMMA4, *SHARED_KEYS),
             )
         ),
         ("qwen3", "autograd", False),
@@ -148,6 +163,10 @@ async def test_vllm_reads_the_trainers_matrices(
         found = matrices(sampler)
         assert found.keys() == numbers.keys()
         assert [name for name, each in found.items() if not torch.equal(each, numbers[name])] == []
+        config = transformers.AutoConfig.from_pretrained(model).get_text_config().to_dict()
+        twice = lent_to(sampler).again.values()
+        assert model_sizes(config, 1, 1).doubled == sum(int(np.prod(place.shape)) for place in twice)
+        assert bool(twice) == (family in WITH_KEYS_AS_VALUES)
         memory = {piece.untyped_storage().data_ptr() for piece in lent_to(sampler).pieces}
         own = {name for name, each in found.items() if each.untyped_storage().data_ptr() not in memory}
         assert holder.read is not None
@@ -209,6 +228,26 @@ def test_changed_matrices_are_found_by_their_sums(holder: MemoryHolder, tmp_path
         SharedMatrices.mapped(deposit, CPU).verify()
         other = Deposit({**deposit.said, "sums": changed}, deposit.files)
         with pytest.raises(RuntimeError, match=r"the frozen weights have changed in memory: \S+ and 1 more$"):
+            SharedMatrices.mapped(other, CPU).verify()
+    finally:
+        for file in deposit.files:
+            os.close(file)
+
+
+def test_a_changed_matrix_is_found_in_either_of_its_places(holder: MemoryHolder, tmp_path: Path) -> None:
+    """Keys that are values: the trainer reads one, vLLM both."""
+    model = write_model("gemma4_text", tmp_path / "model")
+    trainer_of(model, holder).close()
+    deposit = get(holder.address, wait=False)
+    assert deposit is not None
+    again = deposit.said["again"]
+    assert [*again] == [f"model.layers.{layer}.self_attn.k_proj.weight" for layer in (1, 3, 5)]
+    name, place = next(iter(again.items()))
+    elsewhere = {**again, name: {**place, "offset": place["offset"] - 512}}
+    try:
+        SharedMatrices.mapped(deposit, CPU).verify()
+        other = Deposit({**deposit.said, "again": elsewhere}, deposit.files)
+        with pytest.raises(RuntimeError, match=rf"the frozen weights have changed in memory: {name}$"):
             SharedMatrices.mapped(other, CPU).verify()
     finally:
         for file in deposit.files:

@@ -21,7 +21,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "use_double_wide_mlp": True,
         "layer_types": [*TYPES, "sliding_attention", "full_attention"],
     },
-    "experts": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 48},
+    "experts": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64},
     "shared keys alone": {
         "attention_k_eq_v": False,
         "num_kv_shared_layers": 3,

@@ -106,8 +106,8 @@ def _fault_of_weights(source: ModelSource, options: BackendOptions, told: list[s
                 trained = family.vision.frozen and f"its tower stays frozen: {family.vision.frozen}"
                 trained = trained or "--train-vision lets clients train its tower"
                 told.append(f"reads images by transformers' class, from {family.vision.found}; {trained}")
-            if family.left_out:
-                told.append(f"its logits have {family.left_out}, which transformers' class leaves out")
+            if family.logits_left_out:
+                told.append(f"its logits have {family.logits_left_out}, which transformers' class leaves out")
         except UnsupportedError as error:
             return str(error)
     return not_finite(stored_tensors(folder).values())

@@ -130,11 +130,11 @@ def export_checkpoint(
             "the LM head was trained, and the base model ties it to its embedding: do not merge this adapter with "
             "PEFT's merge_and_unload or the cookbook's build_hf_model, which would change both; use --to merged"
         )
-    if to in ("peft", "merged") and found.family.left_out:
+    if to in ("peft", "merged") and found.family.logits_left_out:
         warnings.append(
-            f"transformers' {type(found.model).__name__} leaves {found.family.left_out} out of its logits, which the "
-            "trainer and vLLM compute, and so did the check: its greedy samples are the same, others are as at another "
-            "temperature"
+            f"transformers' {type(found.model).__name__} leaves {found.family.logits_left_out} out of its logits, "
+            "which the trainer and vLLM compute, and so did the check: its greedy samples are the same, others are as "
+            "at another temperature"
         )
     if source.base_precision != found.precision:
         unsure = "" if source.base_precision else ", or by a server that did not record it"

@@ -28,10 +28,28 @@ read them: an untied LM head keeps its name, a tied one must not be taken for a 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageFeatures:
     """Features of images, for P positions in all: `embeds` [P, hidden] replaces token embeddings; each of `deepstack`
-    [P, hidden] is added to the hidden states after one of the first decoder layers."""
+    [P, hidden] is added to the hidden states after the decoder layer whose number is in `after`; -1: to what enters the
+    first."""
 
     embeds: "torch.Tensor"
     deepstack: "tuple[torch.Tensor, ...]" = ()
+    after: tuple[int, ...] = ()
+
+    @staticmethod
+    def joined(features: "Sequence[ImageFeatures]") -> "ImageFeatures":
+        """Those of several lists of images of one model as those of one."""
+        import torch
+
+        if len(features) == 1:
+            return features[0]
+        levels = zip(*(each.deepstack for each in features), strict=True)
+        embeds = torch.cat([each.embeds for each in features])
+        return ImageFeatures(embeds, tuple(torch.cat(level) for level in levels), features[0].after)
+
+    def split(self, sizes: "Sequence[int]") -> "list[ImageFeatures]":
+        """Views of the features of images that have so many positions."""
+        parts = zip(*(level.split([*sizes]) for level in (self.embeds, *self.deepstack)), strict=True)
+        return [ImageFeatures(embeds, tuple(deepstack), self.after) for embeds, *deepstack in parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +157,7 @@ class LoraNames:
         return "mlp" if last in (*self.mlp, *(self.experts.names if self.experts else ())) else None
 
     @staticmethod
-    def left_out(parent: Any, last: str) -> bool:
+    def keys_are_values(parent: Any, last: str) -> bool:
         """Whether adapters do not train the module `last` of transformers' `parent`, whatever it is called: a
         projection of keys that are values, too. Of such an adapter vLLM adds to the keys alone."""
         return last == "k_proj" and getattr(parent, "v_proj", parent) is None
@@ -237,17 +255,15 @@ class Family:
     `auto_class`: the transformers class that loads it. `decoder_path`: the module that turns `inputs_embeds` into
     hidden states. `position_ids(config, input)`: rotary positions of one rendered input, int64 [rows, N]. `vision`:
     None for text only. `lora`: what adapters train beside the LM head. `logits(config)`: what follows the LM head, from
-    the text config; None: whatever transformers' model does. `left_out`: the field of a text config, with its value, by
-    which its own class makes logits, as vLLM does, and the class that `auto_class` names does not; empty for most.
-    `vllm_head`: None if vLLM is known to take adapters of the
-    LM head as it is. `unlike_vllm(config)`: why vLLM is known to compute a model of a config otherwise; empty if it is
-    not. `quantized`: what to do with a checkpoint in fewer bits, which is refused. `hosted_attention`:
-    what exports call the modules `self_attn`. `tool_parser`: of vLLM, for the form in which models of the family write
-    calls of tools; None if they have none. `unused_tokens`: that published tokenizers have beyond the rows of the
-    embedding. `model_type`: of its configs; empty for architectures without a family. `joins_otherwise`: whether
-    vLLM joins other matrices than the trainer, as of keys that are values, too. `undivided`: why ranks cannot hold
-    parts of the weights; empty if they can. `experts_of(where)`: `lora` of the model at a folder or hub name, of a
-    family in which some models have experts; None of others.
+    the text config; None: whatever transformers' model does. `logits_left_out`: the field of a text config, with its
+    value, by which its own class makes logits, as vLLM does, and the class that `auto_class` names does not; empty for
+    most. `vllm_head`: None if vLLM is known to take adapters of the LM head as it is. `unlike_vllm(config)`: why vLLM
+    is known to compute a model of a config otherwise; empty if it is not. `quantized`: what to do with a checkpoint in
+    fewer bits, which is refused. `hosted_attention`: what exports call the modules `self_attn`. `tool_parser`: of vLLM,
+    for the form in which models of the family write calls of tools; None if they have none. `unused_tokens`: that
+    published tokenizers have beyond the rows of the embedding. `model_type`: of its configs; empty for architectures
+    without a family. `undivided`: why ranks cannot hold parts of the weights; empty if they can. `experts_of(where)`:
+    `lora` of the model at a folder or hub name, of a family in which some models have experts; None of others.
     """
 
     auto_class: str = "AutoModelForCausalLM"
@@ -262,9 +278,8 @@ class Family:
     hosted_attention: str = "self_attn"
     tool_parser: str | None = None
     unused_tokens: tuple[str, ...] = ()
-    left_out: str = ""
+    logits_left_out: str = ""
     model_type: str = ""
-    joins_otherwise: bool = False
     undivided: str = ""
     experts_of: "Callable[[str], LoraNames] | None" = None
 
@@ -277,7 +292,7 @@ class Family:
     def one_copy(self) -> bool:
         """Whether vLLM keeps all matrices as transformers has them, so that it can read a trainer's on a GPU. It turns
         experts round that are transposed."""
-        return not self.joins_otherwise and (self.lora.experts is None or not self.lora.experts.transposed)
+        return self.lora.experts is None or not self.lora.experts.transposed
 
     @property
     def head_adapters_in_vllm(self) -> bool:

@@ -100,7 +100,6 @@ TEXT = Family(
     logits=capped_logits,
     vllm_head=VLLMHead("gemma4", "Gemma4ForCausalLM"),
     unlike_vllm=_unlike_vllm,
-    joins_otherwise=True,
     experts_of=_lora_of,
     undivided="layers of Gemma 4 read keys and values of each other, and have numbers beside their matrices",
 )

@@ -91,6 +91,7 @@ OTHERS: Sequence[str] = (
     "ministral",
     "ministral3",
     "nanochat",
+    "nemotron",
     "olmo",
     "olmo2",
     "olmo3",
@@ -109,6 +110,7 @@ SEEING: Sequence[str] = (
     "glm4v",
     "glm4v_moe",
     "glm_ocr",
+    "granite4_vision",
     "idefics3",
     "internvl",
     "lfm2_vl",
@@ -119,5 +121,5 @@ SEEING: Sequence[str] = (
 )
 """The same of those that read images."""
 
-SEEING_BY_AUTOGRAD: Sequence[str] = ("exaone4_5", "lfm2_vl")
+SEEING_BY_AUTOGRAD: Sequence[str] = ("exaone4_5", "granite4_vision", "lfm2_vl")
 """Of these, those whose layers are not written out."""

@@ -60,7 +60,8 @@ def _encode_images(model: Any, images: Sequence[RenderedImage]) -> ImageFeatures
     grid = torch.tensor([image.grid_thw for image in images], dtype=torch.int64, device=device)
     output = model.model.get_image_features(pixels, grid, return_dict=True)
     deepstack = getattr(output, "deepstack_features", None) or ()
-    return ImageFeatures(embeds=_joined(output.pooler_output), deepstack=tuple(map(_joined, deepstack)))
+    levels = tuple(map(_joined, deepstack))
+    return ImageFeatures(_joined(output.pooler_output), levels, tuple(range(len(levels))))
 
 
 def _arguments(images: Sequence[RenderedImage], is_image: Any) -> dict[str, Any]:

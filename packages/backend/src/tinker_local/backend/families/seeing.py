@@ -28,14 +28,14 @@ from tinker_local.backend.families.family import (
     text_position_ids,
 )
 from tinker_local.backend.rendering.rendered_input import ImageTokens, RenderedImage, RenderedInput
-from tinker_local.backend.weight_files import folder_of
+from tinker_local.backend.weight_files import folder_on_disk
 from tinker_local.types import UnsupportedError
 
 AUTO_CLASS = "AutoModelForImageTextToText"
 DECODER_PATH = "model.language_model"
 """Where the language model is in most of these classes."""
 
-_TRAINED_TOWERS = ("exaone4_5", "idefics3", "llava_next", "pixtral", "qwen2_vl", "smolvlm")
+_TRAINED_TOWERS = ("exaone4_5", "idefics3", "lfm2_vl", "llava_next", "pixtral", "qwen2_vl", "smolvlm")
 """Of which vLLM takes adapters on tower and projector, and computes what transformers does
 (`benchmarks/architectures.py`). The name of the tower, where one class has several."""
 
@@ -53,6 +53,11 @@ _INSIDE = "vision_model"
 
 _EXPERTS: Mapping[str, Experts] = {"glm4v_moe_text": glm4_moe.EXPERTS, "qwen3_moe": Experts()}
 """Of the text configs with routed experts that adapters train, by their `model_type`."""
+
+BY_LAYER = "deepstack_features"
+"""What Granite 4 Vision gives its layers: features for the positions of images, by the layer before which they are
+added."""
+_ADDED = {BY_LAYER, "vision_mask"}
 
 KINDS = "mm_token_type_ids"
 """What transformers' forwards call the argument that says which positions are images, [1, N]."""
@@ -81,9 +86,9 @@ class Parts:
 
 
 def sees(model_type: str, where: str) -> bool:
-    """Whether the model at `where`, which is on this machine, has a part for images, and transformers a class that
-    reads images and texts for its `model_type`. Imports torch for a model with such a part alone."""
-    folder = folder_of(where)
+    """Whether the model at `where`, whose config is on this machine, has a part for images, and transformers a class
+    that reads images and texts for its `model_type`. Imports torch for a model with such a part alone."""
+    folder = folder_on_disk(where)
     if folder is None or not (folder / "config.json").is_file():
         return False
     try:
@@ -129,7 +134,7 @@ def seeing_family(model_type: str, where: str) -> Family:
         lora=LoraNames(attn=(), mlp=(), every_linear=True, experts=_EXPERTS.get(text.model_type)),
         logits=None,
         vllm_head=VLLMHead(),
-        left_out=_left_out(model),
+        logits_left_out=_logits_left_out(model),
         model_type=model_type,
     )
 
@@ -165,7 +170,7 @@ def _layers_not_read(model: Any, parts: Parts) -> tuple[str, ...]:
 
 def _inside(model: Any, parts: Parts) -> str:
     kind = getattr(getattr(model.config, "vision_config", None), "model_type", "")
-    known = kind in ("clip_vision_model", "siglip_vision_model") and parts.tower
+    known = kind in ("clip_vision_model", "siglip_vision_model", "siglip2_vision_model") and parts.tower
     return _INSIDE if known and not hasattr(model.get_submodule(parts.tower), _INSIDE) else ""
 
 
@@ -183,10 +188,10 @@ def parts_of(model: Any, where: str) -> Parts:
         raise UnsupportedError(f"{where}: transformers' {kind} has no language model with `layers` below `model`")
     path = paths[decoder]
     deep = [name for name in inspect.signature(type(decoder).forward).parameters if "deepstack" in name]
-    if deep:
+    if unknown := {*deep} - {BY_LAYER}:
         raise UnsupportedError(
-            f"{where}: the layers of transformers' {kind} add features of images to what they give ({deep[0]}), which "
-            "the trainer does in families that it knows"
+            f"{where}: the layers of transformers' {kind} add features of images to what they give "
+            f"({min(unknown)}), which the trainer does in families that it knows"
         )
     others = [name for name, _ in inner.named_children() if not f"{path}.".startswith(f"model.{name}.")]
     tower = next((name for name in others if "vis" in name or "image" in name), "")
@@ -227,9 +232,9 @@ _SEEING_ALL = "block_sequence_ids"
 """What functions of transformers that make masks call the argument that says which positions see each other."""
 
 
-def _left_out(model: Any) -> str:
-    """See `Family.left_out`: a class that sees runs the layers of its language model, and not the whole class, whose
-    forward makes more of the LM head's output. So does LLaVA-NeXT with Granite vision's text."""
+def _logits_left_out(model: Any) -> str:
+    """See `Family.logits_left_out`: a class that sees runs the layers of its language model, and not the whole class,
+    whose forward makes more of the LM head's output. So does LLaVA-NeXT with Granite vision's text."""
     text, own = model.config.get_text_config(), inspect.getsource(type(model).forward)
     found = {name: getattr(text, name, None) for name in _AFTER_HEAD if name not in own}
     return ", ".join(f"{name} {value}" for name, value in found.items() if value not in (None, _AFTER_HEAD[name]))
@@ -307,11 +312,11 @@ def given_to_layers(model: Any, parts: Parts, **arguments: Any) -> Mapping[str, 
 def encode_images(parts: Parts, model: Any, images: Sequence[RenderedImage]) -> ImageFeatures:
     """The features of `images`, which are alike, as of a batch of prompts that each have one of them alone.
     transformers' classes pad images of several sizes, and then round otherwise."""
-    return ImageFeatures(_features(parts, model, images))
+    return _features(parts, model, images)
 
 
-def _features(parts: Parts, model: Any, images: Sequence[RenderedImage]) -> Any:
-    """Float [V, H]: what replaces the embeddings of the ids of `images`, in order."""
+def _features(parts: Parts, model: Any, images: Sequence[RenderedImage]) -> ImageFeatures:
+    """What replaces the embeddings of the ids of `images`, in order, and what layers add there."""
     import torch
 
     positions = images[0].positions
@@ -322,12 +327,16 @@ def _features(parts: Parts, model: Any, images: Sequence[RenderedImage]) -> Any:
     is_image = holds.int().repeat(len(images), 1)
     given = given_to_layers(model, parts, input_ids=ids, **_arguments(parts, images, is_image))
     check_given(model, given)
-    return given["inputs_embeds"][:, holds].flatten(0, 1)
+    levels: Mapping[int, Any] = dict(sorted((given.get(BY_LAYER) or {}).items()))
+    return ImageFeatures(
+        given["inputs_embeds"][:, holds].flatten(0, 1), tuple(levels.values()), tuple(at - 1 for at in levels)
+    )
 
 
 def check_given(model: Any, given: Mapping[str, Any]) -> None:
     """UnsupportedError if layers read more than embeddings at positions."""
-    unknown = {name for name, value in given.items() if name not in _NOT_GIVEN | _WITHOUT_EFFECT and value is not None}
+    known = _NOT_GIVEN | _WITHOUT_EFFECT | _ADDED
+    unknown = {name for name, value in given.items() if name not in known and value is not None}
     if given.get("inputs_embeds") is None:
         unknown.add("input_ids")
     if unknown:

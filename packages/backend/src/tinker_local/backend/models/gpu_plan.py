@@ -53,7 +53,7 @@ class ModelSizes:
     `layers`, those that attend to `window` positions; `linear`: those with linear attention, each with `state_bytes`
     for a sequence. `packable`: what of the layers can be in fewer bits, and is in `packed_bits`, if those are not 0;
     `packable_head` and `head_bits`: the same of embedding and LM head. `tower`: of the vision tower, if adapters train
-    it."""
+    it. `doubled`: numbers that vLLM has once more, and would not have from the trainer's matrices."""
 
     parameters: int
     hidden: int
@@ -74,6 +74,7 @@ class ModelSizes:
     packable_head: Packable | None = None
     head_bits: Bits | Literal[0] = 0
     tower: "TowerSizes | None" = None
+    doubled: int = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -104,9 +105,9 @@ class ModelSizes:
     @property
     def unshared_bytes(self) -> int:
         """Of matrices that the sampler has a copy of although it reads the trainer's: dense ones of a vocabulary that
-        vLLM adds rows to. Vectors, which both have, are small."""
+        vLLM adds rows to, and keys that it takes for values, too. Vectors, which both have, are small."""
         padded = self.vocabulary % _VOCABULARY_STEP and not self.head_bits
-        return 2 * self.vocabulary * self.hidden * self.itemsize if padded else 0
+        return (self.doubled + (2 * self.vocabulary * self.hidden if padded else 0)) * self.itemsize
 
     def trainer_bytes(self, ranks: int) -> int:
         """Weights on one of `ranks` that share the layers: its part of them, `GATHERED` whole ones, and all else. An
@@ -298,7 +299,22 @@ def model_sizes(
         packable_head=packable_head,
         head_bits=BITS[head_precision] if head_precision else 0,
         state_bytes=_state_bytes(config, itemsize) if "linear_attention" in kinds else 0,
+        doubled=_doubled(config),
     )
+
+
+def _doubled(config: Mapping[str, Any]) -> int:
+    """Numbers of the keys' matrices that vLLM has as values as well, and of a second embedding that it adds rows to."""
+    found = 0
+    if config.get("attention_k_eq_v"):
+        own = {int(layer): fields for layer, fields in (config.get("per_layer_config") or {}).items()}
+        kinds = config["layer_types"][: config["num_hidden_layers"] - (config.get("num_kv_shared_layers") or 0)]
+        full = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
+        layers = [{**config, **own.get(number, {}), "per_layer_config": None} for number in full]
+        found += config["hidden_size"] * sum(attention_widths(layer)[1] for layer in layers)
+    second = config.get("hidden_size_per_layer_input") or 0
+    rows = config.get("vocab_size_per_layer_input") or 0
+    return found + (second * config["num_hidden_layers"] * rows if rows % _VOCABULARY_STEP else 0)
 
 
 def _state_bytes(config: Mapping[str, Any], itemsize: int) -> int:

@@ -679,7 +679,7 @@ def _way_out(family: "Family", options: BackendOptions) -> str:
 def check_packable(config: Any, family: "Family", options: BackendOptions) -> None:
     """UnsupportedError in a sentence if `base_precision` or `head_precision` is chosen, and a model of `config` has
     nothing to pack."""
-    from tinker_local.backend.training.model.load_model import packable, packable_head
+    from tinker_local.backend.training.model.load_model import has_second_embedding, packable, packable_head
 
     if options.head_precision is not None:
         where = f"{config.name_or_path}: --head-precision {options.head_precision}"
@@ -688,17 +688,16 @@ def check_packable(config: Any, family: "Family", options: BackendOptions) -> No
                 f"{where}: vLLM has another form of the weights of {config.model_type} models than the trainer, and "
                 "packed ones are in one copy; serve it without the option"
             )
+        if has_second_embedding(config):
+            raise UnsupportedError(
+                f"{where}: its layers read a second embedding (hidden_size_per_layer_input), which cannot be packed, "
+                "and vLLM packs both or neither; serve it without the option"
+            )
         if packable_head(config) is None:
             raise UnsupportedError(
                 f"{where}: rows of its embedding and LM head have {config.get_text_config().hidden_size} numbers, "
                 f"which cannot be divided into groups of {GROUPS[-1]}; serve it without the option"
             )
-    packs = options.base_precision is not None or published_of(config.name_or_path) is not None
-    if packs and family.joins_otherwise:
-        raise UnsupportedError(
-            f"{config.name_or_path}: vLLM joins other matrices of {config.model_type} models than the trainer, and "
-            "packed ones are in one copy: they are served with dense weights alone"
-        )
     if options.base_precision is None:
         if family.lora.experts is not None and published_of(config.name_or_path) is not None:
             raise UnsupportedError(

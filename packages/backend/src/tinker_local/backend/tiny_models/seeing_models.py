@@ -7,6 +7,8 @@ What transformers 5.19 makes of P pictures in one prompt: which positions they h
 - llava: as many positions for every picture. pixel_values [P, 3, S, S]. P of [n, H].
 - llava_next, granite_vision: a thumbnail, then tiles without their padding, with a newline after each row.
   pixel_values [P, most tiles, 3, S, S], padded, and image_sizes [P, 2]. P of [n, H].
+- granite4_vision: as granite_vision, but nothing replaces embeddings, which are 0: `deepstack_features` are the layers
+  and what is added before each.
 - llava_onevision: as llava_next, and batch_num_images [P].
 - internvl, internvl3_5, internvl3_5_moe: a start, tiles and a thumbnail, an end. pixel_values [tiles of all, 3, S, S],
   which do not say whose they are. [tiles, n, H].
@@ -35,7 +37,7 @@ itself (token_type_ids).
 Where transformers 5.19 and vLLM 0.32 differ (`benchmarks/architectures.py` compares them):
 
 - granite_vision, cohere2_vision: transformers leaves out `logits_scaling` and `logit_scale` of the text, which the
-  trainer adds (`Family.left_out`).
+  trainer adds (`Family.logits_left_out`).
 - mistral3, ministral3: transformers takes no prompt whose pictures have one position in all.
 - gemma4_dense: vLLM adds what an adapter of `k_proj` makes to keys alone, where keys are the values, too.
 - lfm2_vl: vLLM ignores adapters of `conv.in_proj` and `conv.out_proj`, unless they are renamed, as the sampler has it.
@@ -643,6 +645,25 @@ _GRANITE_PROCESSOR = {
 }
 
 
+# Granite 4 Vision: features of several layers of the tower and of four parts of the last one go, each by way of a
+# projector, into several layers of the text, whose positions for images have no embeddings.
+
+
+def _granite4_vision(marks: Marks) -> dict[str, Any]:
+    config = _granite_vision(marks)
+    return {
+        "text_config": config["text_config"] | {"model_type": "granite4_vision_text", "num_hidden_layers": 6},
+        "vision_config": config["vision_config"],
+        **{name: config[name] for name in ("image_token_index", "image_grid_pinpoints", "tie_word_embeddings")},
+        "image_seq_length": 4,
+        "vision_feature_select_strategy": "full",
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[-3, 0], [-2, 4]],
+        "spatial_vision_layer": -1,
+        "spatial_target_layers": [1, 2, 3, 5],
+    }
+
+
 def _glm4v_moe(marks: Marks) -> dict[str, Any]:
     """Experts chosen within groups, after one layer without."""
     config = _glm4v(marks)
@@ -898,6 +919,14 @@ SEEING: dict[str, Seeing] = {
         _granite_vision,
         _clip_processor("LlavaNextImageProcessor", image_grid_pinpoints=_PINPOINTS, do_pad=True) | _SIGLIP,
         _GRANITE_PROCESSOR,
+        renames=_TOWER_INSIDE,
+    ),
+    "granite4_vision": Seeing(
+        "Granite4VisionForConditionalGeneration",
+        GRANITE_VISION,
+        _granite4_vision,
+        _clip_processor("LlavaNextImageProcessor", image_grid_pinpoints=_PINPOINTS, do_pad=True) | _SIGLIP,
+        _GRANITE_PROCESSOR | {"processor_class": "Granite4VisionProcessor", "downsample_rate": "1/2"},
         renames=_TOWER_INSIDE,
     ),
     "glm4v_moe": Seeing(

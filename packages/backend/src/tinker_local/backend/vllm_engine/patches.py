@@ -259,8 +259,9 @@ def _keep_images(config: Any, num_bytes: int) -> None:
     model = config.model_config
     if not model.is_multimodal_model:
         return
-    vision = getattr(model.hf_config, "vision_config", None)
+    whole, vision = model.hf_config, getattr(model.hf_config, "vision_config", None)
     levels = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))  # each position has the features of all levels
+    levels += len(getattr(whole, "deepstack_layer_map", ())) + len(getattr(whole, "spatial_target_layers", ()))
     positions = num_bytes // (levels * model.get_hidden_size() * model.dtype.itemsize)
     config.scheduler_config.encoder_cache_size = max(config.scheduler_config.encoder_cache_size, positions)
 

@@ -61,7 +61,8 @@ class Reading:
         finally:
             for file in deposit.files:
                 os.close(file)
-        self.matrices, self.whole = found.matrices, sum(tensor.nbytes for tensor in found.tensors.values())
+        twice = [found.matrices.tensor(name) for name in found.matrices.again]
+        self.matrices, self.whole = found.matrices, sum(each.nbytes for each in (*found.tensors.values(), *twice))
         return found
 
     def check(self, engine: Any) -> None:
@@ -152,13 +153,15 @@ def _vocabularies(model: Any) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """Of `count` numbers to `place` of the target, from `shift` places before that in the memory `source`. `plain`:
-    that is the trainer's, and both sides are contiguous, of one shape and one dtype."""
+    """Of `count` numbers to `place` of the target, from `shift` places before that in the memory `source`, or from
+    `other_shift`, where the same numbers are again. `plain`: that is the trainer's, and both sides are contiguous, of
+    one shape and one dtype."""
 
     source: int
     place: int
     count: int
     shift: int
+    other_shift: int
     plain: bool
 
 
@@ -170,10 +173,20 @@ def _become(parameter: torch.Tensor, data: torch.Tensor) -> None:
     torch.utils.swap_tensors(parameter, other)
 
 
+_WRITTEN_FIRST = frozenset({"per_layer_embeddings"})
+"""Attributes of vLLM's modules whose tensors are written before they are read."""
+
+
 def _make_tables(model: Any, device: torch.device) -> None:
     """Make on `device` what modules made where they found their matrices without memory: Pixtral's tower its
-    frequencies. ValueError for a table that cannot be made again."""
-    for module in model.modules():
+    frequencies, and Gemma 4 the room that it writes second embeddings into. ValueError for a table that cannot be made
+    again."""
+    for path, module in model.named_modules():
+        for name, found in list(vars(module).items()):
+            if isinstance(found, torch.Tensor) and found.is_meta:
+                if name not in _WRITTEN_FIRST:
+                    raise ValueError(f"vLLM made {path}.{name} where its matrices have no memory")
+                setattr(module, name, torch.zeros_like(found, device=device))
         if vars(module).get("device") == torch.device("meta"):
             module.device = device
             for name, child in list(module.named_children()):
@@ -191,6 +204,7 @@ class _Emptied(TorchDispatchMode):
         self._copies: dict[int, list[_Copy]] = {}
         self._storages: list[torch.UntypedStorage] = []  # kept, so that no other gets the number of one of them
         self._lent: Mapping[int, torch.Tensor] = {}
+        self._further: Mapping[tuple[int, int], int] = {}
         self._written: set[int] = set()
         self.device = torch.device("meta")
 
@@ -221,7 +235,7 @@ class _Emptied(TorchDispatchMode):
 
         ValueError if there is one that loading leaves as vLLM made it: what that was is gone.
         """
-        self._lent = weights.storages()
+        self._lent, self._further = weights.storages(), weights.further()
         with self:
             model.load_weights(iter(weights.tensors.items()))
         views: dict[int, torch.Tensor] = {}
@@ -261,7 +275,9 @@ class _Emptied(TorchDispatchMode):
             return None
         end, first = parameter.storage_offset(), copies[0]
         for copy in copies:
-            if not copy.plain or copy.place != end or (copy.source, copy.shift) != (first.source, first.shift):
+            if not copy.plain or copy.place != end or copy.source != first.source:
+                return None
+            if first.shift not in (copy.shift, copy.other_shift):
                 return None
             end += copy.count
         if end != parameter.storage_offset() + parameter.numel():
@@ -290,5 +306,7 @@ class _Emptied(TorchDispatchMode):
         plain = memory in self._lent and target.is_contiguous() and source.is_contiguous()
         plain = plain and (source.shape, source.dtype, source.device) == (target.shape, target.dtype, self.device)
         place = target.storage_offset()
-        copy = _Copy(memory, place, math.prod(target.shape), place - source.storage_offset(), plain)
+        shift = place - source.storage_offset()
+        other = shift - self._further.get((memory, source.storage_offset()), 0)
+        copy = _Copy(memory, place, math.prod(target.shape), shift, other, plain)
         self._copies[target.untyped_storage()._cdata].append(copy)

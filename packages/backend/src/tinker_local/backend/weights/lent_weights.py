@@ -44,18 +44,21 @@ class Place:
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedMatrices:
     """The matrices of transformers' model in `pieces` of memory that processes share, uint8 [size] each. `places`: by
-    the names of parameters. `sums`: what each was as it was written."""
+    the names of parameters. `sums`: what each was as it was written. `again`: where those are that are there twice,
+    since vLLM joins them to two others."""
 
     pieces: Sequence[torch.Tensor] = field(repr=False)
     places: Mapping[str, Place] = field(repr=False)
     sums: Mapping[str, int] = field(repr=False)
+    again: Mapping[str, Place] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def mapped(deposit: Deposit, device: torch.device) -> "SharedMatrices":
         """Maps memory of `deposit` and leaves its descriptors open."""
         said = deposit.said
         pieces = [map_shared(file, size, device) for file, size in zip(deposit.files, said["pieces"], strict=True)]
-        return SharedMatrices(pieces, {name: Place(**place) for name, place in said["places"].items()}, said["sums"])
+        places, again = ({name: Place(**place) for name, place in said[kind].items()} for kind in ("places", "again"))
+        return SharedMatrices(pieces, places, said["sums"], again)
 
     def tensor(self, name: str) -> torch.Tensor:
         return self.places[name].tensor(self.pieces)
@@ -63,7 +66,9 @@ class SharedMatrices:
     def changed(self) -> list[str]:
         """The names of matrices that are not what was written: both engines would compute with them, and comparing
         these would not show it."""
-        return [name for name, before in self.sums.items() if checksum(self.tensor(name)) != before]
+        changed = {name for name, before in self.sums.items() if checksum(self.tensor(name)) != before}
+        twice = {name for name, place in self.again.items() if checksum(place.tensor(self.pieces)) != self.sums[name]}
+        return [name for name in self.sums if name in changed | twice]
 
     def verify(self) -> None:
         """RuntimeError if a matrix has changed."""
@@ -114,6 +119,16 @@ class LentWeights:
     def storages(self) -> dict[int, torch.Tensor]:
         """One of the lent tensors in each piece of memory, by the address of its storage."""
         return {self.tensors[name].untyped_storage()._cdata: self.tensors[name] for name in self.lent}
+
+    def further(self) -> dict[tuple[int, int], int]:
+        """How many numbers further a matrix is a second time, by the address of its storage and its place there."""
+        found = {}
+        for name, place in self.matrices.again.items():
+            first, second = self.matrices.tensor(name), place.tensor(self.matrices.pieces)
+            found[first.untyped_storage()._cdata, first.storage_offset()] = (
+                second.storage_offset() - first.storage_offset()
+            )
+        return found
 
 
 def stored_tensors(source: str, known: Mapping[str, Any], without: Set[str] = frozenset()) -> Any:

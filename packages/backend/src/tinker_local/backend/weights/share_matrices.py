@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tinker_local.backend.weight_files import folder_of, weight_files
 from tinker_local.backend.weights.checksum import checksum
-from tinker_local.backend.weights.joined_names import JOINED
+from tinker_local.backend.weights.joined_names import JOINED, QKV
 from tinker_local.backend.weights.lent_weights import Place, SharedMatrices
 from tinker_local.backend.weights.memory_holder import Deposit, get, put
 from tinker_local.backend.weights.packed import MATRICES
@@ -18,6 +18,9 @@ PIECE_BYTES = 2**30
 """Of a piece of memory, unless a matrix is larger."""
 _ALIGNED = 512
 """Bytes that the first of joined matrices begins at a multiple of, as torch's own memory does."""
+
+VALUES_ARE_KEYS = ("q_proj", "k_proj", "k_proj")
+"""What vLLM joins to one matrix where attention has no projection of values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ def _said(model: Any, matrices: SharedMatrices, file_names: FileNames) -> Mappin
         "pieces": [len(piece) for piece in matrices.pieces],
         "places": {name: asdict(place) for name, place in matrices.places.items()},
         "sums": matrices.sums,
+        "again": {name: asdict(place) for name, place in matrices.again.items()},
         "files": {name: asdict(place) for name, place in files.places.items()},
         "packed": sorted(files.packed),
     }
@@ -100,20 +104,22 @@ def _written(model: Any, device: torch.device) -> tuple[list[int], SharedMatrice
     files: list[int] = []
     pieces: list[torch.Tensor] = []
     places: dict[str, Place] = {}
+    again: dict[str, Place] = {}
     parameters = dict(model.named_parameters())
     try:
         for size, of_piece in _layout(parameters, _runs(model)):
 
-            def fill(memory: torch.Tensor, of_piece: Mapping[str, Place] = of_piece) -> None:
-                for name, place in of_piece.items():
+            def fill(memory: torch.Tensor, of_piece: Sequence[tuple[str, Place]] = of_piece) -> None:
+                for name, place in of_piece:
                     place.tensor([memory] * (place.piece + 1)).copy_(parameters[name].detach())
 
             files.append(write_shared(size, device, fill))
             pieces.append(map_shared(files[-1], size, device))
-            places |= of_piece
+            for name, place in of_piece:
+                (again if name in places else places)[name] = place
         matrices = SharedMatrices(pieces, places, {})
         sums = {name: checksum(matrices.tensor(name)) for name in places}
-        return files, SharedMatrices(pieces, places, sums)
+        return files, SharedMatrices(pieces, places, sums, again)
     except BaseException:
         for file in files:
             os.close(file)
@@ -121,15 +127,19 @@ def _written(model: Any, device: torch.device) -> tuple[list[int], SharedMatrice
 
 
 def _runs(model: Any) -> Iterator[Sequence[str]]:
-    """The names of all matrices, those that the trainer and vLLM join together in their order."""
+    """The names of all matrices, those that the trainer and vLLM join together in their order: one comes twice where
+    vLLM joins it twice."""
     given: set[str] = set()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         children = dict(module.named_children())
         for joined in JOINED:
-            if all(isinstance(children.get(part), torch.nn.Linear) for part in joined.parts):
+            parts = joined.parts
+            if joined is QKV and getattr(module, "v_proj", module) is None:  # keys are values, too
+                parts = VALUES_ARE_KEYS
+            if all(isinstance(children.get(part), torch.nn.Linear) for part in parts):
                 for kind in ("weight", *MATRICES):
-                    run = [f"{prefix}{part}.{kind}" for part in joined.parts if kind in children[part]._parameters]
+                    run = [f"{prefix}{part}.{kind}" for part in parts if kind in children[part]._parameters]
                     given.update(run)
                     yield run
         for name, parameter in module.named_parameters(recurse=False):
@@ -140,20 +150,20 @@ def _runs(model: Any) -> Iterator[Sequence[str]]:
 
 def _layout(
     parameters: Mapping[str, torch.Tensor], runs: Iterator[Sequence[str]]
-) -> Iterator[tuple[int, Mapping[str, Place]]]:
+) -> Iterator[tuple[int, Sequence[tuple[str, Place]]]]:
     """The size of each piece, and what is where in it. A run is in one piece, without gaps."""
     number, size = 0, 0
-    places: dict[str, Place] = {}
+    places: list[tuple[str, Place]] = []
     for run in runs:
         names = [name for name in run if name in parameters]  # without a tied head, which is another name of a matrix
         length = sum(parameters[name].nbytes for name in names)
         if places and size + length > PIECE_BYTES:
             yield size, places
-            number, size, places = number + 1, 0, {}
+            number, size, places = number + 1, 0, []
         for name in names:
             tensor = parameters[name]
             shape, dtype = [*tensor.shape], str(tensor.dtype).removeprefix("torch.")
-            places[name] = Place(number, size, dtype, shape, [*torch.empty(shape, device="meta").stride()])
+            places.append((name, Place(number, size, dtype, shape, [*torch.empty(shape, device="meta").stride()])))
             size += tensor.nbytes
         size = -(-size // _ALIGNED) * _ALIGNED
     if places:

@@ -26,8 +26,9 @@ class PackedRow:
 
     `embeds` [T, H]: decoders may keep but not change it. `position_ids` [1, T] or [3, 1, T], as the family's rotary
     module takes them. `segments`: the lengths of the sequences; if several ranks share the row, those of all of it, and
-    all else is of the T positions of this rank. `deepstack`: [V, H] for each of the first layers, added to its output
-    at `image_rows` [V]. `grad_deepstack`: receives their gradients in a backward; empty if none needs them.
+    all else is of the T positions of this rank. `deepstack`: [V, H] each, added at `image_rows` [V] to the output of
+    the layers whose numbers are in `after`; -1: to what enters the first. `grad_deepstack`: receives their gradients in
+    a backward; empty if none needs them.
     `per_layer` [T, layers, P]: embeddings of the tokens that layers read beside hidden states (`per_layer.py`), if they
     do. `routes`: the experts that are taken, where that is not left to the routers.
     """
@@ -39,18 +40,23 @@ class PackedRow:
     deepstack: Sequence[torch.Tensor] = ()
     grad_deepstack: Sequence[torch.Tensor] = ()
     per_layer: torch.Tensor | None = None
+    after: Sequence[int] = ()
     routes: RowRoutes | None = None
+
+    def has_deepstack(self, layer: int) -> bool:
+        """Whether image features are added after layer `layer`."""
+        return layer in self.after and self.image_rows is not None
 
     def add_deepstack(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Add the image features of layer `layer` to its output `hidden` [T, H], in place."""
-        if layer < len(self.deepstack) and self.image_rows is not None:
-            hidden.index_add_(0, self.image_rows, self.deepstack[layer].to(hidden.dtype))
+        if layer in self.after and self.image_rows is not None:
+            hidden.index_add_(0, self.image_rows, self.deepstack[self.after.index(layer)].to(hidden.dtype))
         return hidden
 
     def write_deepstack_gradient(self, layer: int, grad: torch.Tensor) -> None:
         """Write the gradient of the image features of layer `layer` from that of its output, [T, H]."""
-        if layer < len(self.grad_deepstack) and self.image_rows is not None:
-            torch.index_select(grad, 0, self.image_rows, out=self.grad_deepstack[layer])
+        if layer in self.after and self.grad_deepstack and self.image_rows is not None:
+            torch.index_select(grad, 0, self.image_rows, out=self.grad_deepstack[self.after.index(layer)])
 
 
 class DecoderPass(Protocol):

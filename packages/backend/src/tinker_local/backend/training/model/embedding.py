@@ -54,13 +54,15 @@ def packed_row(
     routes = _row_routes(part, loaded.decoder.routed, device)
     if not part.images and own is None:
         return PackedRow(embeds, position_ids, segments, per_layer=per_layer, routes=routes)
-    features = joined([*([images.features(part.images)] if part.images else []), *([own] if own else [])])
+    features = ImageFeatures.joined([*([images.features(part.images)] if part.images else []), *([own] if own else [])])
     image_rows = to_device(part.image_rows, device)
     feature_rows = to_device(part.feature_rows, device)
     embeds.index_copy_(0, image_rows, features.embeds[feature_rows].to(embeds.dtype))
     deepstack = tuple(level[feature_rows] for level in features.deepstack)
     grad_deepstack = tuple(torch.zeros_like(level, dtype=embeds.dtype) for level in deepstack) if gradient else ()
-    return PackedRow(embeds, position_ids, segments, image_rows, deepstack, grad_deepstack, per_layer, routes)
+    return PackedRow(
+        embeds, position_ids, segments, image_rows, deepstack, grad_deepstack, per_layer, features.after, routes
+    )
 
 
 def _row_routes(part: Part, routed: RoutedLayers | None, device: torch.device) -> RowRoutes | None:
@@ -94,12 +96,5 @@ def own_gradients(part: Part, row: PackedRow, grad_embeds: torch.Tensor) -> Imag
     return ImageFeatures(
         summed(grad_embeds, to_device(part.image_rows[places], device)),
         tuple(summed(level, levels) for level in row.grad_deepstack),
+        tuple(row.after),
     )
-
-
-def joined(features: list[ImageFeatures]) -> ImageFeatures:
-    """The features of several lists of images as those of one."""
-    if len(features) == 1:
-        return features[0]
-    levels = zip(*(each.deepstack for each in features), strict=True)
-    return ImageFeatures(torch.cat([each.embeds for each in features]), tuple(torch.cat(level) for level in levels))

@@ -75,8 +75,8 @@ class FoundTower:
         with self._running(lora), torch.set_grad_enabled(gradient):
             for place, adapter in enumerate(adapters):
                 with self._of(place):
-                    found.append(self._features([image for own, image in images if own is adapter]).embeds)
-            features = ImageFeatures(torch.cat(found))
+                    found.append(self._features([image for own, image in images if own is adapter]))
+            features = ImageFeatures.joined(found)
         return TowerPass(functools.partial(self._running, lora), lora, features)
 
     def sizes(self, itemsize: int) -> TowerSizes:
@@ -107,11 +107,11 @@ class FoundTower:
 
     def _features(self, images: Sequence[RenderedImage]) -> ImageFeatures:
         self.images_encoded += len(images)
-        found: dict[int, torch.Tensor] = {}
+        found: dict[int, ImageFeatures] = {}
         for batch in alike(images, PIXELS_AT_ONCE) if self.together else [[at] for at in range(len(images))]:
-            embeds = self._vision.encode_images(self._model, [images[at] for at in batch]).embeds
-            found |= zip(batch, embeds.chunk(len(batch)), strict=True)
-        return ImageFeatures(torch.cat([found[at] for at in range(len(images))]))
+            features = self._vision.encode_images(self._model, [images[at] for at in batch])
+            found |= zip(batch, features.split([len(features.embeds) // len(batch)] * len(batch)), strict=True)
+        return ImageFeatures.joined([found[at] for at in range(len(images))])
 
     @contextmanager
     def _running(self, lora: LoraBatch) -> Iterator[None]:

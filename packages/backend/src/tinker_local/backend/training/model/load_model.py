@@ -108,7 +108,14 @@ def packable(config: Any) -> Packable | None:
 def packable_head(config: Any) -> Packable | None:
     """Of a model of `config` its embedding and LM head, as they can be packed; None if they cannot."""
     family = family_of(config.model_type, config.name_or_path)
-    return packable_vocabulary(without_values(config, family)) if family.one_copy else None
+    if not family.one_copy or has_second_embedding(config):
+        return None
+    return packable_vocabulary(without_values(config, family))
+
+
+def has_second_embedding(config: Any) -> bool:
+    """Whether layers of a model of `config` read a second embedding. vLLM has both in one form."""
+    return bool(getattr(config.get_text_config(), "hidden_size_per_layer_input", None))
 
 
 def supported_family(config: Any, where: str) -> Family:
@@ -117,10 +124,34 @@ def supported_family(config: Any, where: str) -> Family:
     family = family_of(config.model_type, where)
     if family is OTHER and config.get_text_config() is not config:
         raise UnsupportedError(f"{where}: {NO_FAMILY.format(config.model_type)}")
+    text = config.get_text_config()
+    _check_sections(text, (getattr(text, "rope_parameters", None) or {}).get("mrope_section"), where)
     if family.unwritten:
         _check_layers(config, family, where)
         _check_decoder(config, where)
     return family
+
+
+def _check_sections(config: Any, section: Any, where: str) -> None:
+    """UnsupportedError if the parts of a head that turn by time, rows and columns, the `mrope_section` of a text
+    `config` or of transformers' class, are not all of what turns: torch fails at them, and vLLM has its own ways."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if section is None or hasattr(config, "qk_rope_head_dim"):  # of which a part of the head turns
+        return
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    turned = int(head * (rope.get("partial_rotary_factor") or 1.0)) // 2
+    whole = isinstance(section, list | tuple) and all(isinstance(each, int) and each >= 0 for each in section)
+    if not whole or len(section) < _AXES or sum(section) != turned:
+        told = f"{sum(section)} in all" if whole and len(section) >= _AXES else f"not {_AXES} counts"
+        default = "" if "mrope_section" in rope else " by transformers' default"
+        raise UnsupportedError(
+            f"{where}: mrope_section of rope_parameters is {section!r}{default}, {told}: heads of {head} "
+            f"numbers have {turned} frequencies, which it divides between time, rows and columns"
+        )
+
+
+_AXES = 3
+"""Time, rows and columns."""
 
 
 def _check_decoder(config: Any, where: str) -> None:
@@ -169,6 +200,8 @@ def _check_layers(config: Any, family: Family, where: str) -> None:
             "sequence that it takes"
         )
     decoder = model.get_submodule(path)
+    for module in decoder.modules():
+        _check_sections(config.get_text_config(), getattr(module, "mrope_section", None), where)
     for name, module in decoder.named_modules(prefix=path):
         if isinstance(module, torch.nn.Conv1d) and not is_short_conv(model.get_submodule(name.rpartition(".")[0])):
             raise UnsupportedError(

@@ -56,7 +56,7 @@ def logit_rule(model: Any, family: Family, where: str) -> LogitRule:
 def complete_logits(model: Any, family: Family, where: str) -> None:
     """Have the forward of transformers' `model` compute what its class leaves out of its logits, as the class of its
     language model alone does. `where`: the model's name."""
-    if not family.left_out:
+    if not family.logits_left_out:
         return
     with torch.device("meta"):
         alone = transformers.AutoModelForCausalLM.from_config(deepcopy(model.config.get_text_config())).eval()

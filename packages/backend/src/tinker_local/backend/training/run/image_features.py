@@ -2,8 +2,8 @@
 own features, which are computed each time."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-import torch
 from cachetools import LRUCache
 from tinker_local.backend.families.family import ImageFeatures
 from tinker_local.backend.rendering.rendered_input import RenderedImage
@@ -29,17 +29,17 @@ class ImageFeatureCache:
         for content_hash, part in zip(found, parts, strict=True):
             if _bytes(part) <= self._kept.maxsize:
                 self._kept[content_hash] = part
-        levels = zip(*(part.deepstack for part in parts), strict=True)
-        return ImageFeatures(torch.cat([part.embeds for part in parts]), tuple(torch.cat(level) for level in levels))
+        return ImageFeatures.joined(parts)
 
 
 def _by_image(features: ImageFeatures, images: Sequence[RenderedImage]) -> dict[str, ImageFeatures]:
     """Each image's features, copied so that dropping one frees its memory."""
-    sizes = [image.num_features for image in images]
-    levels = [[part.clone() for part in level.split(sizes)] for level in (features.embeds, *features.deepstack)]
+    parts = features.split([image.num_features for image in images])
     return {
-        image.content_hash: ImageFeatures(embeds, tuple(deepstack))
-        for image, (embeds, *deepstack) in zip(images, zip(*levels, strict=True), strict=True)
+        image.content_hash: replace(
+            part, embeds=part.embeds.clone(), deepstack=tuple(level.clone() for level in part.deepstack)
+        )
+        for image, part in zip(images, parts, strict=True)
     }
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from tinker_local.backend.families.family import ImageFeatures
 from tinker_local.backend.rendering.decoding import ImageError
 from tinker_local.backend.rendering.hf_images import HFProcessorImages
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput, TrainerImage
@@ -125,8 +126,8 @@ def _together(
         if len(alike(pair, 2**62)) != 1:
             return False
         try:
-            alone = [vision.encode_images(loaded.model, [image]).embeds for image in pair]
-            both = vision.encode_images(loaded.model, pair).embeds.chunk(2)
+            alone = [_levels(vision.encode_images(loaded.model, [image])) for image in pair]
+            both = _levels(vision.encode_images(loaded.model, pair)).chunk(2)
         except Exception:  # of any type: transformers' own code fails on the batch, as each alone it has computed
             return False
         apart = (alone[0] - alone[1]).float().norm()
@@ -134,6 +135,11 @@ def _together(
         if any(not (a - b).float().norm() <= allowed * apart for a, b in zip(alone, both, strict=True)):
             return False
     return True
+
+
+def _levels(features: ImageFeatures) -> torch.Tensor:
+    """All `features` of each position, [P, levels, H]."""
+    return torch.stack([features.embeds, *features.deepstack], 1)
 
 
 def _inverted(picture: "Image") -> "Image":

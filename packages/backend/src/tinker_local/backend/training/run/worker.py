@@ -31,7 +31,7 @@ from tinker_local.backend.training.lora.lora import Adapter, TensorSpec
 from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss import check_train_datum
 from tinker_local.backend.training.model.decoders import run_text
-from tinker_local.backend.training.model.decoders.autograd import left_out
+from tinker_local.backend.training.model.decoders.autograd import keys_as_values
 from tinker_local.backend.training.model.decoders.transformers_positions import rotate_on
 from tinker_local.backend.training.model.load_model import load_model
 from tinker_local.backend.training.module_outputs import ModuleOutputs, watching
@@ -82,7 +82,7 @@ class HFTrainer:
         self.max_context_length = loaded.max_positions
         reached = dict.fromkeys(target.projection for target in (*loaded.decoder.targets, loaded.head_target))
         self.trains = f"trained by the {loaded.decoder.name} decoder; adapters reach {', '.join(reached)}"
-        if left := left_out(loaded.model.get_submodule(loaded.family.decoder_path), loaded.family.lora):
+        if left := keys_as_values(loaded.model.get_submodule(loaded.family.decoder_path), loaded.family.lora):
             self.trains += f"; {left}"
         if "linear_attention" in (getattr(loaded.model.config.get_text_config(), "layer_types", None) or ()):
             self.trains += f"; linear attention is computed by {delta_rule.kernels_for(loaded.device, loaded.dtype)[1]}"
@@ -115,10 +115,10 @@ class HFTrainer:
                 compared = check_pictures(loaded, self.logprobs, config.model)
             self._too_small = compared.too_small
             kind = type(loaded.model).__name__
-            if loaded.family.left_out:
+            if loaded.family.logits_left_out:
                 self.trains += (
-                    f"; logits with {loaded.family.left_out}, which transformers' {kind} leaves out, and the class of "
-                    "its language model and vLLM do not"
+                    f"; logits with {loaded.family.logits_left_out}, which transformers' {kind} leaves out, and the "
+                    "class of its language model and vLLM do not"
                 )
             found = f", {vision.found}" if vision.found else ""
             self.trains += f"; images by transformers' {kind}{found}, {compared}"

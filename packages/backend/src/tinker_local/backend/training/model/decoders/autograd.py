@@ -135,9 +135,8 @@ class AutogradDecoder:
         """See `Decoder.forward`."""
         run = _Run(row, lora, policy, walk)
         embeds = row.embeds.detach()
-        with self._running(run), torch.set_grad_enabled(policy is not None):
+        with self._running(run) as packed, torch.set_grad_enabled(policy is not None):
             embeds.requires_grad_(policy is not None)
-            packed = PackedCall(row.segments)
             further = per_layer_arguments(self._modules, len(embeds), row.per_layer)
             output = self._modules(
                 inputs_embeds=embeds[None], position_ids=row.position_ids, use_cache=False, packed=packed, **further
@@ -195,12 +194,13 @@ class AutogradDecoder:
         return dtype
 
     @contextmanager
-    def _running(self, run: _Run) -> Iterator[None]:
+    def _running(self, run: _Run) -> Iterator[PackedCall]:
         assert self._run is None, "one pass at a time"
         self._run = run
+        packed = PackedCall(run.row.segments)
         try:
-            with attending(self._modules, ATTENTION):
-                yield
+            with attending(self._modules, ATTENTION, packed):
+                yield packed
         finally:
             self._run = None
 
@@ -258,12 +258,14 @@ class AutogradDecoder:
         run.walk.layer(index)
         if run.row.routes is not None and self.routed is not None and index in self.routed.layers:
             original = _routing(original, run.row.routes.layer(self.routed.layers.index(index)))
+        if index == 0 and run.row.has_deepstack(-1):
+            args = (_AddedBefore.apply(args[0], run.row), *args[1:])
         if run.policy is not None and run.policy[index] is Keep.INPUT:
             output = checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
         else:
             output = original(*args, **kwargs)
         hidden = _Enter.apply(output[0] if isinstance(output, tuple) else output, run, index)
-        if index < len(run.row.deepstack):
+        if run.row.has_deepstack(index):
             hidden = run.row.add_deepstack(index, hidden[0].clone())[None]
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
@@ -349,6 +351,20 @@ class _Enter(torch.autograd.Function):
         return grad, None, None
 
 
+class _AddedBefore(torch.autograd.Function):
+    """What enters the first layer, with image features added."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, row: PackedRow) -> torch.Tensor:
+        ctx.row = row
+        return row.add_deepstack(-1, hidden[0].clone())[None]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.row.write_deepstack_gradient(-1, grad[0])
+        return grad, None
+
+
 class _Gradient(torch.autograd.Function):
     """A root for `hidden` whose backward hands over the gradient in `gradients`: an argument of
     `torch.autograd.backward` would stay in memory until the end."""
@@ -373,7 +389,7 @@ def find_targets(modules: Any, path: str, lora: LoraNames) -> dict[Any, list[Tar
         split = lora.split.get(last)
         if not isinstance(module, torch.nn.Linear) or (split is None and lora.flag(name) is None):
             continue
-        if lora.left_out(modules.get_submodule(parent), last):
+        if lora.keys_are_values(modules.get_submodule(parent), last):
             continue
         suffix = name.split(".", 2)[-1] if name.startswith("layers.") else name
         group = f"{suffix} {module.out_features}x{module.in_features}"
@@ -391,9 +407,11 @@ def find_targets(modules: Any, path: str, lora: LoraNames) -> dict[Any, list[Tar
     return found
 
 
-def left_out(modules: Any, lora: LoraNames) -> str:
+def keys_as_values(modules: Any, lora: LoraNames) -> str:
     """What adapters leave out of layers of the decoder `modules`, in words; empty if that is nothing."""
-    count = sum(lora.left_out(parent, name) for parent in modules.modules() for name, _ in parent.named_children())
+    count = sum(
+        lora.keys_are_values(parent, name) for parent in modules.modules() for name, _ in parent.named_children()
+    )
     return f"{count} k_proj are left out, whose keys are values, too: vLLM would add to keys alone" if count else ""
 
 

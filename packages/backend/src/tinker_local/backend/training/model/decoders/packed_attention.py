@@ -34,16 +34,25 @@ class PackedCall:
     rules: dict[int, AttentionRule] = field(default_factory=dict)
 
 
+_calls: dict[int, PackedCall] = {}
+"""What runs, by the `id` of the model's config: the layers of some models pass no arguments on to attention. Not by
+thread, since autograd runs backwards in its own."""
+
+
 @contextmanager
-def attending(modules: Any, implementation: str) -> Iterator[None]:
-    """Make transformers' decoder `modules` attend with `implementation`: `ATTENTION`, or "eager"."""
+def attending(modules: Any, implementation: str, packed: PackedCall | None = None) -> Iterator[None]:
+    """Make transformers' decoder `modules` attend with `implementation`: `ATTENTION`, which gets `packed`, or
+    "eager"."""
     AttentionInterface.register(ATTENTION, packed_attention)
     config = modules.config
     chosen, config._attn_implementation = config._attn_implementation, implementation
+    if packed is not None:
+        _calls[id(config)] = packed
     try:
         yield
     finally:
         config._attn_implementation = chosen
+        _calls.pop(id(config), None)
 
 
 def attends(layer: Any) -> bool:
@@ -58,7 +67,7 @@ def attention_rules(modules: Any, weights: LargeWeights) -> Mapping[int, Attenti
     parameter = next(modules.parameters())
     embeds = torch.zeros(1, 1, modules.config.hidden_size, dtype=parameter.dtype, device=parameter.device)
     packed = PackedCall(Segments((1,), parameter.device))
-    with attending(modules, ATTENTION), entering(modules.layers, weights):
+    with attending(modules, ATTENTION, packed), entering(modules.layers, weights):
         modules(inputs_embeds=embeds, use_cache=False, packed=packed, **per_layer_arguments(modules, 1))
     attending_layers = sum(attends(layer) for layer in modules.layers)
     if len(packed.rules) != attending_layers:
@@ -86,6 +95,7 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside the segments of the row; transformers' attention signature. `query` [1, N, T, D], `key`
     and `value` [1, M, T, D]; returns [1, T, N, D]. `s_aux` [N]: sinks. UnsupportedError if a model cannot be packed."""
+    packed = packed or _calls.get(id(getattr(module, "config", None)))
     if packed is None:
         raise UnsupportedError("its layers do not pass keyword arguments on to attention")
     if attention_mask is not None:

@@ -59,7 +59,7 @@ class Gemma4AttentionBlock(AttentionBlock):
         projections = ["q_proj"]
         if not attention.is_kv_shared_layer:
             projections += ["k_proj"] if attention.v_proj is None else ["k_proj", "v_proj"]
-        trained = [name for name in projections if not LoraNames.left_out(attention, name)]
+        trained = [name for name in projections if not LoraNames.keys_are_values(attention, name)]
         lends = attention.store_full_length_kv and attention.config.num_kv_shared_layers > 0
         norms = {
             name: norm_weight(getattr(attention, name)) for name in ("q_norm", "k_norm") if hasattr(attention, name)

@@ -98,7 +98,7 @@ class WrittenOutDecoder:
         """See `Decoder.forward`."""
         read = None if self.per_layer is None else self.per_layer(row.embeds, present(row.per_layer))
         context = self._context(row, lora, read)
-        x = row.embeds
+        x = row.add_deepstack(-1, row.embeds.clone()) if row.has_deepstack(-1) else row.embeds
         kept: list[_KeptLayer] = []
         for index, layer in enumerate(self.layers):
             walk.layer(index)
@@ -258,4 +258,6 @@ class WrittenOutPass:
             passes = list(self.kept.pop().restore(self.context))
             while passes:
                 grad = passes.pop().backward(grad)
+        if self.row is not None:
+            self.row.write_deepstack_gradient(-1, grad)
         return grad
