@@ -86,11 +86,18 @@ def forward(client: Any, given: list[tinker.Datum]) -> tuple[np.ndarray, Any]:
     return np.concatenate(logprobs), output.metrics.get(REPLAYED)
 
 
-@pytest.mark.parametrize("place", ["thread", "process"])
-def test_recorded_experts_are_taken_and_the_metric_says_how_many(place: Any, folder: Path, tmp_path: Path) -> None:
+PLACES: dict[str, dict[str, Any]] = {
+    "threads": {},
+    "processes": {"trainer": "process", "sampler": "process"},
+    "ranks": {"train_gpus": (0, 1), "context_parallel": 2, "sample_gpus": (0, 1), "sample_tp": 2},
+}
+"""Where engines run. Ranks share each row, and each layer of the sampler."""
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_recorded_experts_are_taken_and_the_metric_says_how_many(place: str, folder: Path, tmp_path: Path) -> None:
     """In float32 trainer and sampler choose the same, so what was recorded is changed here."""
-    engines = {} if place == "thread" else {"trainer": "process", "sampler": "process"}
-    with served(folder, tmp_path, dtype="float32", **engines) as (backend, client):
+    with served(folder, tmp_path, dtype="float32", **PLACES[place]) as (backend, client):
         sequences = sample(client)
         drawn = np.concatenate([each.logprobs_np for each in sequences])
         alone, none = forward(client, data(sequences, spans=False))
