@@ -20,8 +20,8 @@ FEW_ROWS = 16
 """Rows that each read the adapter for themselves; with more, tiles of rows share it."""
 ROWS_BESIDE = 16
 """Rows whose A x is computed beside the base model's product, which with more takes the whole GPU."""
-_PROGRAMS = 264
-"""Two for each multiprocessor of an H200: a launch of less is divided into parts."""
+_PROGRAMS, _PARTS = 264, 8
+"""Two programs for each multiprocessor of an H200: a launch of less is divided into parts."""
 RANKS_AT_ONCE = 128
 """Ranks that a program of many rows has in registers; vLLM's operators multiply by more."""
 
@@ -118,7 +118,7 @@ def shrink_few(
     return h_smr
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "count"])  # else it would be compiled for 1, and for multiples of 16
 def _shrink_few(  # type: ignore[no-untyped-def]
     x, table, slots, h, scale, x_stride, rows, count,
     width: tl.constexpr, rank: tl.constexpr, at_once: tl.constexpr, span: tl.constexpr,
@@ -158,7 +158,7 @@ def expand_few(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "count"])
 def _expand_few(  # type: ignore[no-untyped-def]
     y, table, offsets, slots, h, y_stride, rows, count, rank: tl.constexpr, span: tl.constexpr, padded: tl.constexpr
 ):  # fmt: skip
@@ -221,9 +221,8 @@ def shrink_many(
     """float32 [P, S, M, R], whose sum over parts is scale · A x; of rows without an adapter, anything."""
     count, width = x_mi.shape
     rank, axis, tiles = a[0].shape[-2], len(rows.slots), triton.cdiv(count, tile)
-    if parts is None:
-        wanted = triton.next_power_of_2(triton.cdiv(_PROGRAMS, tiles * len(a)))
-        parts = max(1, min(8, wanted, width // (2 * reads)))
+    if parts is None:  # two numbers, for each of which kernels are compiled
+        parts = _PARTS if tiles * len(a) * _PARTS <= _PROGRAMS * 2 and width >= 2 * reads * _PARTS else 1
     h = torch.empty((parts, len(a), count, rank), dtype=torch.float32, device=x_mi.device)
     _shrink_many[((tiles + axis - 1) * parts, len(a))](
         x_mi, tables.addresses(a), rows.order_m, rows.counts, rows.starts, rows.slots, h, scale, x_mi.stride(0), count,
@@ -233,7 +232,7 @@ def shrink_many(
     return h
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "slices"])
 def _shrink_many(  # type: ignore[no-untyped-def]
     x, table, order, counts, starts, slots, h, scale, x_stride, rows, slices,
     axis: tl.constexpr, width: tl.constexpr, rank: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr,
@@ -301,7 +300,7 @@ def _summed(h, ranks, row, known, piece, rows, slices, rank: tl.constexpr, parts
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "slices", "tiles"])
 def _expand_many(  # type: ignore[no-untyped-def]
     y, table, offsets, order, counts, starts, slots, h, y_stride, rows, slices, tiles,
     axis: tl.constexpr, rank: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr, span: tl.constexpr,

@@ -1,8 +1,8 @@
 """Products of a decoder's linear layers with LoRA, in CUDA graphs: this project's kernels beside vLLM's, and beside
 dense products, which know the only adapter before they are launched.
 
-    python benchmarks/lora_kernels.py                # a GPU with 40 GiB, a minute
-    TRITON_INTERPRET=1 python benchmarks/lora_kernels.py --tiny       # the same code on a CPU
+    python benchmarks/lora_products.py                # a GPU with 40 GiB, a minute
+    TRITON_INTERPRET=1 python benchmarks/lora_products.py --tiny       # the same code on a CPU
 
 Each line is a way to compute all four linear layers of all layers of an 8B model, each with its own weights, for so
 many rows with an adapter of rank 32 in one of four slots: milliseconds of a step, what it takes beyond the base model's
