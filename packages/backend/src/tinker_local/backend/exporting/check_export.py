@@ -273,6 +273,7 @@ def check_by_vllm(folder: Path, trained: Trained, device: str) -> Checked:
         "max_lora_rank": vllm_rank(trained.largest_rank),
         "experts": trained.has_experts,
         "tower": trained.config.train_vision,
+        "raw": trained.base.family.vision is not None and trained.base.family.vision.raw_in_vllm,
         "prompts": probe.asked,
     }
     with tempfile.TemporaryDirectory() as scratch:

@@ -19,7 +19,7 @@ from tinker_local.backend.exporting.check_gguf import check_gguf_libraries
 from tinker_local.backend.exporting.gguf import GgufFiles, plain_type, write_gguf
 from tinker_local.backend.exporting.llama_cpp import find_llama_cpp
 from tinker_local.backend.exporting.merged_model import write_merged
-from tinker_local.backend.exporting.model_card import Target, write_card
+from tinker_local.backend.exporting.model_card import NORMALIZED, Target, write_card
 from tinker_local.backend.exporting.peft_folder import check_vllm_takes, write_adapter_for
 from tinker_local.backend.exporting.trained import Trained, find_checkpoint, read_trained
 from tinker_local.backend.options import default_data_dir
@@ -135,6 +135,11 @@ def export_checkpoint(
             f"transformers' {type(found.model).__name__} leaves {found.family.logits_left_out} out of its logits, "
             "which the trainer and vLLM compute, and so did the check: its greedy samples are the same, others are as "
             "at another temperature"
+        )
+    if to in ("vllm", "merged") and found.family.vision is not None and found.family.vision.raw_in_vllm:
+        warnings.append(
+            f"vLLM gives this model's vision tower pixels from 0 to 255 unless it is served with {NORMALIZED}, "
+            "whatever adapter it has: then it is what was trained"
         )
     if source.base_precision != found.precision:
         unsure = "" if source.base_precision else ", or by a server that did not record it"

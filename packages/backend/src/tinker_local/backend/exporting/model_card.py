@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tinker_local.backend.adapters.peft_experts import PEFT_VERSION
+from tinker_local.backend.exporting.base_model import BaseModel
 from tinker_local.backend.exporting.peft_folder import vllm_rank
 from tinker_local.backend.exporting.trained import Trained
 from tinker_local.backend.storage.records import ELSEWHERE
@@ -16,6 +17,14 @@ Target = Literal["peft", "vllm", "merged", "gguf"]
 
 LIBRARIES: dict[Target, str] = {"peft": "peft", "vllm": "peft", "merged": "transformers", "gguf": "gguf"}
 """What hubs call the library that loads it."""
+
+NORMALIZED = "--no-mm-device-do-normalize"
+"""What tells vLLM to have pixels normalised by a model's processor (`Vision.raw_in_vllm`)."""
+
+
+def _of_pixels(base: BaseModel) -> str:
+    """The end of vLLM's command."""
+    return f" {NORMALIZED}" if base.family.vision is not None and base.family.vision.raw_in_vllm else ""
 
 
 def write_card(
@@ -108,7 +117,7 @@ def _usage(out: Path, trained: Trained, to: Target) -> list[str]:
     base, auto = trained.base, trained.base.family.auto_class
     if to == "merged":
         lines = ["```python", f"from transformers import {auto}", "", f'model = {auto}.from_pretrained("{out.name}")']
-        lines += ["```", "", "```", f"vllm serve {out.name}", "```"]
+        lines += ["```", "", "```", f"vllm serve {out.name}{_of_pixels(base)}", "```"]
         if trained.has_head and base.tied_head:
             lines += [
                 "",
@@ -135,6 +144,7 @@ def _usage(out: Path, trained: Trained, to: Target) -> list[str]:
         serve = f"vllm serve {base.path} --enable-lora --max-lora-rank {rank} --lora-modules trained={out.name}"
         serve += " --enable-moe-shared-loras" if trained.has_experts else ""
         serve += " --enable-tower-connector-lora" if trained.config.train_vision else ""
+        serve += _of_pixels(base)
         lines += ["```", serve, "```"]
         if trained.has_head and base.family.vllm_head is not None:
             declared_by = base.family.vllm_head.declared_by

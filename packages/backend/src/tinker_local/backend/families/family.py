@@ -207,7 +207,7 @@ class Vision:
     are written here. `touching`: whether images may follow each other without a token between their features.
     `connectors`: paths of what is between tower and language model, which `train_vision` trains, too. `untrained`:
     parts of both that features do not depend on. `inside`: what vLLM and published files have between the tower's path
-    and those of its modules.
+    and those of its modules. `raw_in_vllm`: whether vLLM by itself gives the tower pixels that nothing normalises.
     """
 
     tower: str
@@ -224,6 +224,7 @@ class Vision:
     connectors: tuple[str, ...] = ()
     untrained: tuple[str, ...] = ()
     inside: str = ""
+    raw_in_vllm: bool = False
 
     def part_of(self, path: str) -> str | None:
         """The tower or connector that the module at `path` of the model is in."""

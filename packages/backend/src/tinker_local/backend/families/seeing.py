@@ -48,6 +48,9 @@ _FROZEN_TOWERS = {
 }
 """Why others stay as they are."""
 
+_RAW_IN_VLLM = ("exaone4_5",)
+"""Of which vLLM 0.32 says that it normalises pixels inside its class, as that of Qwen2.5-VL does, and does not."""
+
 _INSIDE = "vision_model"
 """What vLLM and published files have around the modules of CLIP's and SigLIP's towers, and transformers no more."""
 
@@ -130,6 +133,7 @@ def seeing_family(model_type: str, where: str) -> Family:
             connectors=parts.between,
             untrained=_layers_not_read(model, parts),
             inside=_inside(model, parts),
+            raw_in_vllm=model_type in _RAW_IN_VLLM,
         ),
         lora=LoraNames(attn=(), mlp=(), every_linear=True, experts=_EXPERTS.get(text.model_type)),
         logits=None,

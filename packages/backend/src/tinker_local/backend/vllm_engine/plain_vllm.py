@@ -1,9 +1,9 @@
 """`python -m tinker_local.backend.vllm_engine.plain_vllm FOLDER`: vLLM as a user runs it, with one adapter.
 
-Reads `asked.json` (model, dtype, adapter, max_lora_rank, prompts as token ids, whether experts share factors, and
-whether the adapter changes the vision tower) and `picture.png` of the folder, samples greedily, and writes
-`answers.json`: tokens and logprobs for each prompt. Of this project's patches, only those are applied without which
-vLLM on a CPU has no such layers.
+Reads `asked.json` (model, dtype, adapter, max_lora_rank, prompts as token ids, whether experts share factors, whether
+the adapter changes the vision tower, and whether vLLM has to be told to normalise pixels) and `picture.png` of the
+folder, samples greedily, and writes `answers.json`: tokens and logprobs for each prompt. Of this project's patches,
+only those are applied without which vLLM on a CPU has no such layers.
 """
 
 import json
@@ -18,6 +18,7 @@ TOKENS = 8
 def main(folder: Path) -> None:
     """Answer `asked.json`."""
     from tinker_local.backend.vllm_engine.build_engine import prepare_environment
+    from tinker_local.backend.vllm_engine.compat_vllm import image_arguments
     from tinker_local.backend.vllm_engine.delta_net_on_cpu import take_float32
     from tinker_local.backend.vllm_engine.vllm_experts import take_adapters_on_cpu
     from tinker_local.backend.vllm_engine.whole_images import see_whole_images
@@ -46,6 +47,7 @@ def main(folder: Path) -> None:
         kv_cache_memory_bytes=2**28,
         gpu_memory_utilization=0.05,
         enforce_eager=True,
+        **(image_arguments() if asked["raw"] else {}),
     )
     prompts: list[Any] = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
     if image is not None:
