@@ -135,6 +135,7 @@ class ControlPlane:
         self.sampling = Sampling(
             options, self.quotas, self.store, versions, self.models, self.sessions, self.operations, uses, self._clock
         )
+        self._closing.push_async_callback(self.sampling.targets.close)
         self.completions = Completions(self.sessions, self.sampling, self.operations)
         self.runs = TrainingRuns(options, self.quotas, self.store, self.models, self.sessions, self.operations)
         self.autosaves = Autosaves(

@@ -33,6 +33,7 @@ class Follower:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="adapters", initializer=self._use_device)
         self._prepared: dict[int, tuple[str, Future[Any]]] = {}
         self._waiting: deque[Told] = deque()
+        self._targets: dict[int, str] = {}  # of weights that move: the name of the version in their slot
         self._ended = 0
         join(seat)
         self._engine = build_engine(options, EngineEvents(load_adapter=self._load))
@@ -82,8 +83,11 @@ class Follower:
         It stays prepared: vLLM's caches drop adapters in the order of sets of names, which differs between processes,
         so this rank may need again what rank 0 still has.
         """
+        if request.load_inplace:
+            self._targets[request.lora_int_id] = request.lora_name
+        wanted = self._targets.get(request.lora_int_id, request.lora_name)
         while True:
-            made = [making for name, making in reversed(self._prepared.values()) if name == request.lora_name]
+            made = [making for name, making in reversed(self._prepared.values()) if name == wanted]
             worked = [making for making in made if making.exception() is None]
             if made:
                 lora = (worked or made)[0].result()

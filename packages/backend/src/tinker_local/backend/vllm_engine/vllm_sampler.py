@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,13 @@ from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.sampling.process_sampler import SamplerSeat
 from tinker_local.backend.sampling.prompt_scores import prompt_questions
-from tinker_local.backend.sampling.sampler import SampleWork, scores_alone, token_budget, without_tokens
+from tinker_local.backend.sampling.sampler import (
+    MovingWeights,
+    SampleWork,
+    scores_alone,
+    token_budget,
+    without_tokens,
+)
 from tinker_local.backend.spare_memory import give_back_at_rest
 from tinker_local.backend.training.module_outputs import ModuleOutputs, watching
 from tinker_local.backend.training.rotations import Rotations
@@ -25,6 +31,7 @@ from tinker_local.backend.vllm_engine.compat_vllm import (
     masks_of,
     sequences_running,
     served_model,
+    why_not_in_flight,
 )
 from tinker_local.backend.vllm_engine.engine_inputs import (
     TokenStream,
@@ -37,6 +44,7 @@ from tinker_local.backend.vllm_engine.engine_inputs import (
 from tinker_local.backend.vllm_engine.engine_positions import engine_rotations
 from tinker_local.backend.vllm_engine.engine_thread import Engine, EngineRequest, EngineThread
 from tinker_local.backend.vllm_engine.grammar_process import GrammarProcess, Matcher
+from tinker_local.backend.vllm_engine.moved_sequences import Move, moves, with_moves
 from tinker_local.backend.vllm_engine.patches import EngineEvents
 from tinker_local.backend.vllm_engine.rank_leader import Leader
 from tinker_local.backend.vllm_engine.release_engine import release_engine
@@ -78,6 +86,7 @@ class VLLMSampler:
         config = thread.call(self._engine, lambda engine: engine.model_config).result()
         self.max_context_length: int = config.max_model_len
         self.adapter_dtype = options.dtype or default_dtype()
+        self.why_not_in_flight = why_not_in_flight(options.adapters_per_step)
         self._vocab_size: int = config.get_vocab_size()
         self._sees_images = sees_images(config)
         self._grammars = GrammarProcess(options.model, self._vocab_size)
@@ -156,6 +165,24 @@ class VLLMSampler:
         await asyncio.wrap_future(self._thread.when_idle(self._engine, version.name))
         await asyncio.wrap_future(self._thread.call(self._engine, partial(self._adapters.forget, version.name)))
 
+    async def publish(self, target: str, version: AdapterVersion, number: int) -> None:
+        """See `Sampler.publish`."""
+        with _as_api_errors():
+            prepared = await self._adapters.prepare_target(target, version, number)
+
+            def change(engine: Any) -> Callable[[Sequence[str]], Sequence[Move]] | None:
+                self._check_awake()
+                if not self._adapters.move(target, version, number, engine, prepared):
+                    return None
+                return lambda request_ids: moves(engine, number, request_ids, again=False)
+
+            await asyncio.wrap_future(self._thread.move(self._engine, target, change))
+
+    async def end_target(self, target: str) -> None:
+        """Wait until no sample of `target` runs, then forget it."""
+        await asyncio.wrap_future(self._thread.when_idle(self._engine, target))
+        await asyncio.wrap_future(self._thread.call(self._engine, partial(self._adapters.end_target, target)))
+
     async def sample(self, work: SampleWork) -> SampleOutput:
         """Cancelling this aborts the samples in vLLM."""
         if work.grammar is None:
@@ -173,12 +200,15 @@ class VLLMSampler:
         params = engine_params(work, self.max_context_length, self._vocab_size, questions, matcher)
         prompt = engine_prompt(work.prompt)
         with _as_api_errors("" if work.grammar is None else f"{work.grammar.field}: "):
-            prepared = None if work.version is None else await self._adapters.prepare(work.version)
+            prepared = await self._prepared(work)
+            moved: Sequence[list[Move]] = [[] for _ in params]
 
             def make(engine: Any) -> EngineRequest:
                 self._check_awake()
                 if work.version is None:
                     return EngineRequest(prompt, params, None)
+                if work.moving is not None:
+                    return self._moving(work.moving, prompt, params, engine, moved)
                 lora = self._adapters.request(work.version, engine, prepared)
                 own = self._adapters.changes_tower(work.version)
                 return EngineRequest(with_own_features(prompt, work.version.name) if own else prompt, params, lora)
@@ -187,7 +217,29 @@ class VLLMSampler:
             submitted = self._thread.submit(self._engine, make, work.begun, work.ended, on_output)
             outputs = await asyncio.wrap_future(submitted)
         output = sample_output(outputs, work, questions)
+        if work.moving is not None:
+            output = with_moves(output, work.moving, moved, [each.num_cached_tokens or 0 for each in outputs])
         return without_tokens(output) if full else output
+
+    async def _prepared(self, work: SampleWork) -> Any:
+        """What the engine's thread loads for `work`."""
+        if work.version is None:
+            return None
+        if work.moving is None:
+            return await self._adapters.prepare(work.version)
+        await self.publish(work.moving.target, work.version, work.moving.number)  # as to a new process
+        return None
+
+    def _moving(
+        self, moving: MovingWeights, prompt: Any, params: tuple[Any, ...], engine: Any, moved: Sequence[list[Move]]
+    ) -> EngineRequest:
+        """A request whose weights move. Its keys, values and image features are under the client's namespace."""
+        lora, number, changes_tower = self._adapters.moving(moving.target, engine)
+        for each in moved:
+            each[:] = [Move(number)]
+        if changes_tower:
+            prompt = with_own_features(prompt, moving.namespace)
+        return EngineRequest(prompt | {"cache_salt": moving.namespace}, params, lora, moved)
 
     def _fills_context(self, work: SampleWork) -> bool:
         """Whether `work` has room for no token, and needs none. Not if it ends with an image whose positions see the
