@@ -216,6 +216,7 @@ def test_options_of_the_command_are_those_of_a_backend_with_its_defaults_on_fake
         "--gpu-memory-utilization": ("0.5", {"gpu_memory_utilization": 0.5}),
         "--session-timeout": ("60", {"session_timeout": 60.0}),
         "--share-prefixes": ("off", {"share_prefixes": "off"}),
+        "--in-flight-cache": ("recompute", {"in_flight_cache": "recompute"}),
     }
     data = ["--data-dir", str(tmp_path)]
     flags = [word for flag, (value, _) in given.items() for word in (flag, value)]

@@ -2,7 +2,8 @@
 which weights drew it."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.sampling.sampler import DrawnTokens, MovingWeights, Sampler, SampleWork
+from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import InternalError, SampledSequence, SampleOutput, SamplingParams
 
@@ -26,33 +28,43 @@ def words_of(number: int) -> tuple[int, int]:
     return 100 + 2 * number, 101 + 2 * number
 
 
-def forcing(served: Served, folder: Path, number: int) -> AdapterVersion:
+def forcing(served: Served, folder: Path, number: int, *, force: bool = True) -> AdapterVersion:
     """An adapter that says one of two tokens: which one depends on the sign of a number that only the weights know.
-    Keys and values differ from those of other adapters as well."""
+    Keys and values differ from those of other adapters as well. Without `force`, that is all."""
     adapter = served.adapter(folder / "keys", ATTENTION, 2, seed=number)
+    if not force:
+        return AdapterVersion(f"{folder.parent.name}/{number}", folder / "keys")
     vocab, hidden = served.hf.model.lm_head.weight.shape
     a = torch.randn(2, hidden, generator=torch.Generator().manual_seed(number))
     b = torch.zeros(vocab, 2)
     b[words_of(number)[0], 0], b[words_of(number)[1], 0] = 500.0, -500.0
     write_adapter_files(folder / "all", {**adapter.weights, "lm_head": (a, b)}, 2)
-    return AdapterVersion(f"run/{number}", folder / "all")
+    return AdapterVersion(f"{folder.parent.name}/{number}", folder / "all")
 
 
 class Target:
     """A target of the sampler of `served`; `clients`: the version that each was made of, by its name."""
 
-    def __init__(self, served: Served, folder: Path, sampler: Sampler | None = None) -> None:
+    def __init__(self, served: Served, folder: Path, sampler: Sampler | None = None, *, force: bool = True) -> None:
         self.served, self.folder = served, folder
         self.sampler: Any = served.sampler if sampler is None else sampler
         self.name = f"{folder.name}/in-flight"
         self.number = 0
+        self.force = force
+        self.versions: list[AdapterVersion] = []
         self.version: AdapterVersion | None = None
         self.since: dict[str, int] = {}
 
+    def write(self, count: int) -> None:
+        """Have so many versions in their folders, which takes as long as many tokens."""
+        for number in range(len(self.versions) + 1, count + 1):
+            self.versions.append(forcing(self.served, self.folder / str(number), number, force=self.force))
+
     async def save(self, client: str) -> None:
         """Publish the next version, and make a client of it."""
+        self.write(self.number + 1)
+        self.version = self.versions[self.number]
         self.number += 1
-        self.version = forcing(self.served, self.folder / str(self.number), self.number)
         self.since[client] = self.number
         await self.sampler.publish(self.name, self.version, self.number)
 
@@ -107,9 +119,10 @@ def check_text(sequence: SampledSequence) -> list[int]:
 async def test_running_sequences_go_on_under_each_new_version_and_every_token_says_which_drew_it(
     target: Target,
 ) -> None:
+    target.write(4)
     await target.save("first")
     watch = Watch()
-    running = asyncio.create_task(target.sample("first", 600, num_samples=3, drawn=watch))
+    running = asyncio.create_task(target.sample("first", 700, num_samples=3, drawn=watch))
     for _ in range(3):
         seen = watch.seen
         await watch.until(seen + 60)
@@ -139,14 +152,15 @@ async def test_a_client_reads_the_keys_of_its_own_namespace_alone(target: Target
 
 
 async def test_snapshots_beside_an_in_flight_client_keep_their_weights(target: Target) -> None:
+    target.write(2)
     await target.save("first")
     snapshot = target.version
     watch = Watch()
-    params = SamplingParams(max_tokens=200, temperature=1.0, stop=())
+    params = SamplingParams(max_tokens=700, temperature=1.0, stop=())
     kept = asyncio.create_task(
         target.sampler.sample(SampleWork(target.served.prompt(PROMPT), snapshot, params, drawn=watch))
     )
-    moving = asyncio.create_task(target.sample("first", 200))
+    moving = asyncio.create_task(target.sample("first", 700))
     await watch.until(30)
     await target.save("second")
     (sequence,) = (await kept).sequences
@@ -160,9 +174,10 @@ async def test_snapshots_beside_an_in_flight_client_keep_their_weights(target: T
 async def test_a_slot_that_was_written_half_way_serves_nothing_until_the_next_version(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    target.write(2)
     await target.save("first")
     watch = Watch()
-    running = asyncio.create_task(target.sample("first", 600, drawn=watch))
+    running = asyncio.create_task(target.sample("first", 700, drawn=watch))
     await watch.until(20)
     sampler = target.sampler
     assert isinstance(sampler, VLLMSampler)
@@ -197,3 +212,37 @@ async def test_a_target_that_vllm_dropped_or_a_new_engine_serves_the_same_versio
     lora_id = sampler._adapters._targets[target.name].request.lora_int_id
     await asyncio.wrap_future(sampler._thread.call(sampler._engine, lambda engine: engine.remove_lora(lora_id)))
     assert check_text((await target.sample("first", 4)).sequences[0]) == [2]
+
+
+@pytest.fixture(scope="module")
+def recomputing(text: Served, engine_thread: EngineThread) -> Iterator[VLLMSampler]:
+    sampler = VLLMSampler(replace(text.options, moves_keys=True), engine_thread)
+    yield sampler
+    asyncio.run(sampler.close())
+
+
+async def test_keys_are_computed_again_where_the_server_says_so(
+    text: Served, recomputing: VLLMSampler, tmp_path: Path
+) -> None:
+    """Then the version of each token gives its logprob again; a sequence that keeps its keys has others."""
+    for sampler, again in (recomputing, True), (text.sampler, False):
+        target = Target(text, tmp_path / str(again), sampler, force=False)
+        target.write(2)
+        await target.save("first")
+        watch = Watch()
+        running = asyncio.create_task(target.sample("first", 700, num_samples=2, drawn=watch))
+        await watch.until(80)
+        await target.save("second")
+        other = await target.sample("first", 2)
+        assert [span.on_older_keys for span in other.sequences[0].drawn_under or ()] == [not again]
+        for sequence in (await running).sequences:
+            assert sequence.drawn_under is not None
+            assert sequence.logprobs is not None
+            assert [span.on_older_keys for span in sequence.drawn_under] == [False, not again]
+            before = sequence.drawn_under[0].tokens
+            assert 0 < before < 700
+            for version, drawn in (0, slice(before)), (1, slice(before, None)):
+                scored = await text.score(text.prompt([*PROMPT, *sequence.tokens]), target.versions[version])
+                far = float(np.abs(scored[len(PROMPT) - 1 :] - sequence.logprobs)[drawn].max())
+                assert (far < text.tolerance) is (again or version == 0), (again, version, far)
+        await sampler.end_target(target.name)

@@ -49,9 +49,10 @@ async def test_weights_move_under_running_sequences_on_both_ranks_at_once(
     two_ranks: ProcessSampler, text: Any, tmp_path: Path
 ) -> None:
     target = Target(text, tmp_path, two_ranks)
+    target.write(3)
     await target.save("first")
     watch = Watch()
-    running = asyncio.create_task(target.sample("first", 500, num_samples=2, drawn=watch))
+    running = asyncio.create_task(target.sample("first", 700, num_samples=2, drawn=watch))
     for number in range(2):
         await watch.until(watch.seen + 40)
         await target.save(f"later {number}")

@@ -565,6 +565,7 @@ def _load_real(
         shared_weights=None if holder is None else holder.address,
         weights=weights,
         head_weights=options.head_precision or DENSE,
+        moves_keys=options.in_flight_cache == "recompute",
     )
     placed = place_engines(config, engine, options, gpus)
     layout, engines = placed.layout, placed.engines

@@ -60,7 +60,7 @@ class EngineOptions:
     `MemoryHolder` with the matrices of a trainer on the same device, which the engine then reads where it can
     (`shared_weights.py`). `weights`: the kind of its matrices, of `weights/kinds.py`, and `head_weights` of embedding
     and LM head; those that are not dense are read from a trainer. `spare_bytes`: of a GPU, left to others while nothing
-    is sampled.
+    is sampled. `moves_keys`: sequences whose weights change compute their keys and values again.
     """
 
     model: str
@@ -82,6 +82,7 @@ class EngineOptions:
     weights: str = "dense"
     head_weights: str = "dense"
     spare_bytes: int = 0
+    moves_keys: bool = False
 
 
 def prepare_environment() -> None:

@@ -1,10 +1,11 @@
 """Sequences whose weights change while they run: how far each was, and which weights drew its tokens.
 
 vLLM schedules a sequence under the id of its adapter. Other weights under the same id, written between two steps, are
-those of its next token; keys and values that it has stay.
+those of its next token; keys and values that it has stay, or are computed again (`--in-flight-cache`).
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,27 @@ def moves(engine: Any, number: int, request_ids: Sequence[str], *, again: bool) 
         has_keys = bool(request.num_computed_tokens or drawn)
         result.append(Move(number, drawn, on_older_keys=has_keys and not again))
     return result
+
+
+def salt(namespace: str, number: int) -> str:
+    """What keys and values of version `number` alone are kept under."""
+    return f"{namespace}@{number}"
+
+
+def compute_again(engine: Any, request_ids: Collection[str], number: int) -> None:
+    """Let sequences of `engine` compute their keys and values again with version `number`, between two steps. Their
+    tokens stay, but for one that a step on the device draws, which is dropped."""
+    of_engine, now, wanted = scheduler(engine), time.monotonic(), set(request_ids)
+    # In reverse order, since each goes to the front of those that wait.
+    for request in reversed([each for each in of_engine.running if own_id(each.request_id) in wanted]):
+        of_engine.running.remove(request)
+        of_engine._preempt_request(request, now, drop_stale_output=True)
+        of_engine.prev_step_scheduled_req_ids.discard(request.request_id)
+    for request_id, request in of_engine.requests.items():
+        if own_id(request_id) in wanted:
+            request.cache_salt = salt(request.cache_salt.rpartition("@")[0], number)
+            request.block_hashes.clear()
+            request.update_block_hashes()
 
 
 def own_id(request_id: str) -> str:

@@ -14,6 +14,7 @@ from tinker_local.backend.vllm_engine import sleep_mode
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions, build_engine
 from tinker_local.backend.vllm_engine.compat_vllm import draw_of, lora_worker, masks_of, runs_on_cpu
 from tinker_local.backend.vllm_engine.engine_positions import engine_rotations
+from tinker_local.backend.vllm_engine.moved_sequences import compute_again
 from tinker_local.backend.vllm_engine.patches import EngineEvents
 from tinker_local.backend.vllm_engine.rank_leader import Call, Prepare, Told, fingerprint, join, link
 from tinker_local.backend.vllm_engine.vllm_adapters import VLLMAdapters
@@ -106,6 +107,9 @@ class Follower:
             raise InternalError(f"rank {self._seat.rank} of the sampler drew other tokens than rank 0")
         masks_of(self._engine).hear(masks)
         self._ended = fingerprint(self._engine.step())
+
+    def _compute_again(self, request_ids: Sequence[str], number: int) -> None:
+        compute_again(self._engine, request_ids, number)
 
     def _rest(self) -> None:
         give_back_at_rest(self._spare_bytes)

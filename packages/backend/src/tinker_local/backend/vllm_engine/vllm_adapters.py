@@ -34,18 +34,24 @@ if TYPE_CHECKING:
 @dataclass(slots=True, eq=False)
 class _Target:
     """Weights that move under running sequences, in one slot. `request`: vLLM's handle, the same for all versions.
-    `number`: of `version`, which is in the slot. `tower`: it changes the vision tower. `broken`: why it is not in the
+    `number`: of `version`, which is in the slot. `tower`: it changes the vision tower. `lora`: vLLM's
+    `LoRAModel` of it, in case vLLM drops it; None in a new engine. `broken`: why it is not in the
     slot, after a change that failed."""
 
     request: Any
     version: AdapterVersion
     number: int
     tower: bool = False
+    lora: Any = None
     broken: InternalError | None = None
 
-    def holds(self, version: AdapterVersion, number: int, *, tower: bool) -> None:
+    def holds(self, version: AdapterVersion, number: int, lora: Any, *, tower: bool) -> None:
         """Its slot is being written with `version`."""
-        self.version, self.number, self.tower, self.broken = version, number, tower, None
+        self.version, self.number, self.lora, self.tower, self.broken = version, number, lora, tower, None
+
+    def starts_again(self) -> None:
+        """Another engine serves it."""
+        self.lora = None
 
     def breaks(self, error: Exception) -> InternalError:
         """The slot could not be written; what clients see."""
@@ -91,6 +97,8 @@ class VLLMAdapters:
         """Serve a new engine in place of the last."""
         self._worker = lora_worker(engine)
         config = engine.model_config
+        for target in self._targets.values():
+            target.starts_again()
         self._family = family_of(config.hf_config.model_type, config.model)
 
     def detach(self) -> None:
@@ -185,7 +193,7 @@ class VLLMAdapters:
 
         lora_id = target.request.lora_int_id
         prepared.id = lora_id
-        target.holds(version, number, tower=version.name in self._with_tower)
+        target.holds(version, number, prepared, tower=target.tower or version.name in self._with_tower)
         self._handed_over = prepared
         try:
             engine.add_lora(LoRARequest(version.name, lora_id, str(version.path), load_inplace=True))
@@ -202,7 +210,11 @@ class VLLMAdapters:
         if target.broken is not None:
             raise target.broken
         if target.request.lora_int_id not in engine.list_loras():  # vLLM dropped it, or this is a new engine
-            self._write(target, target.version, target.number, engine, self.make(target.version, self._worker))
+            lora = target.lora or self.make(target.version, self._worker)
+            try:
+                self._write(target, target.version, target.number, engine, lora)
+            except TornSlotError as torn:
+                raise torn.error from torn
         return target.request, target.number, target.tower
 
     def end_target(self, name: str, engine: Any) -> None:
@@ -229,8 +241,9 @@ class VLLMAdapters:
         prepared = self._handed_over
         if prepared is None or prepared.id != request.lora_int_id:
             target = self._target_ids.get(request.lora_int_id)
-            version = self._versions[request.lora_name] if target is None else target.version
-            prepared = self.make(version, self._worker)
+            if target is not None:
+                return target.lora
+            prepared = self.make(self._versions[request.lora_name], self._worker)
             prepared.id = request.lora_int_id
         return prepared
 

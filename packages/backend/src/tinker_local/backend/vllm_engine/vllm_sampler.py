@@ -44,7 +44,7 @@ from tinker_local.backend.vllm_engine.engine_inputs import (
 from tinker_local.backend.vllm_engine.engine_positions import engine_rotations
 from tinker_local.backend.vllm_engine.engine_thread import Engine, EngineRequest, EngineThread
 from tinker_local.backend.vllm_engine.grammar_process import GrammarProcess, Matcher
-from tinker_local.backend.vllm_engine.moved_sequences import Move, moves, with_moves
+from tinker_local.backend.vllm_engine.moved_sequences import Move, compute_again, moves, salt, with_moves
 from tinker_local.backend.vllm_engine.patches import EngineEvents
 from tinker_local.backend.vllm_engine.rank_leader import Leader
 from tinker_local.backend.vllm_engine.release_engine import release_engine
@@ -75,6 +75,7 @@ class VLLMSampler:
         self._images_encoded = 0  # only the engine thread writes it
         self.can_sleep = self.asleep = False
         self._spare_bytes = options.spare_bytes
+        self._moves_keys = options.moves_keys
         build = partial(self._build, options)
         self._engine: Engine = thread.add_engine(
             options.model,
@@ -104,6 +105,7 @@ class VLLMSampler:
             except RuntimeError:
                 release_engine(engine)
                 raise
+        engine.compute_again = partial(compute_again, engine)
         if self._leader is not None:
             self._leader.lead(engine)
         self._adapters.attach(engine)
@@ -174,9 +176,16 @@ class VLLMSampler:
                 self._check_awake()
                 if not self._adapters.move(target, version, number, engine, prepared):
                     return None
-                return lambda request_ids: moves(engine, number, request_ids, again=False)
+                return partial(self._moved, engine, number)
 
             await asyncio.wrap_future(self._thread.move(self._engine, target, change))
+
+    def _moved(self, engine: Any, number: int, request_ids: Sequence[str]) -> Sequence[Move]:
+        """What going on to version `number` is for sequences of a target."""
+        found = moves(engine, number, request_ids, again=self._moves_keys)
+        if self._moves_keys:
+            engine.compute_again(list(request_ids), number)
+        return found
 
     async def end_target(self, target: str) -> None:
         """Wait until no sample of `target` runs, then forget it."""
@@ -218,7 +227,8 @@ class VLLMSampler:
             outputs = await asyncio.wrap_future(submitted)
         output = sample_output(outputs, work, questions)
         if work.moving is not None:
-            output = with_moves(output, work.moving, moved, [each.num_cached_tokens or 0 for each in outputs])
+            cached = [0 if self._moves_keys else each.num_cached_tokens or 0 for each in outputs]
+            output = with_moves(output, work.moving, moved, cached)
         return without_tokens(output) if full else output
 
     async def _prepared(self, work: SampleWork) -> Any:
@@ -239,7 +249,8 @@ class VLLMSampler:
             each[:] = [Move(number)]
         if changes_tower:
             prompt = with_own_features(prompt, moving.namespace)
-        return EngineRequest(prompt | {"cache_salt": moving.namespace}, params, lora, moved)
+        namespace = salt(moving.namespace, number) if self._moves_keys else moving.namespace
+        return EngineRequest(prompt | {"cache_salt": namespace}, params, lora, moved)
 
     def _fills_context(self, work: SampleWork) -> bool:
         """Whether `work` has room for no token, and needs none. Not if it ends with an image whose positions see the
