@@ -113,8 +113,8 @@ class EphemeralVersions:
 
     def _drop_one(self, why: str, newest: EphemeralVersion | None, may_go: Callable[[EphemeralVersion], bool]) -> bool:
         """Drop the one that was used least recently, of the owner that has most; whether there is one."""
-        unused = (each for each in self._kept if not each.samples and not each.pinned)
-        free = [each for each in unused if each is not newest and may_go(each)]
+        droppable = (each for each in self._kept if not each.pinned)
+        free = [each for each in droppable if not each.samples and each is not newest and may_go(each)]
         if not free:
             return False
         version = max(free, key=lambda each: self._by_owner[each.owner])  # the first one of several
