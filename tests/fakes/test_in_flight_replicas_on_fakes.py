@@ -1,6 +1,5 @@
 """Weights that move, in several replicas of a sampler, and in processes that end."""
 
-import asyncio
 import functools
 import os
 import signal
@@ -123,8 +122,6 @@ async def test_a_process_that_was_killed_serves_the_newest_version_when_it_is_ba
     await process.publish(TARGET, version(2), 2)
     assert await drawn(process, work(2)) == (await expected(2), [2])
     os.kill(process.pids[0], signal.SIGKILL)
-    while process.ready:
-        await asyncio.sleep(0.01)
     with pytest.raises(ProcessEndedError):
         await process.publish(TARGET, version(3), 3)
     await process.end_target(TARGET)  # of a process that has ended: nothing
