@@ -54,7 +54,7 @@ def rewarding(index: int) -> Countdown:
 
 
 class Groups:
-    """Groups of two without end; each has a `Maker` of its own. `made`: all environments."""
+    """Groups of two without end, each with another `Maker`. `made`: all environments."""
 
     def __init__(self, make: Callable[[int], Any] = rewarding) -> None:
         self._make = make

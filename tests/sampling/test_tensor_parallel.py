@@ -67,6 +67,26 @@ async def test_weights_move_under_running_sequences_on_both_ranks_at_once(
         await two_ranks.remove_version(version)
 
 
+@pytest.mark.rotated(4)
+async def test_both_ranks_compute_keys_again_where_the_server_says_so(text: Any, tmp_path: Path) -> None:
+    options = replace(text.options, ranks=2, cached_adapters=4, moves_keys=True)
+    sampler = ProcessSampler(functools.partial(make_vllm_rank, options), ranks=2)
+    try:
+        sampler.load()
+        target = Target(text, tmp_path, sampler)
+        target.write(2)
+        await target.save("first")
+        watch = Watch()
+        running = asyncio.create_task(target.sample("first", 700, num_samples=2, drawn=watch))
+        await watch.until(60)
+        await target.save("second")
+        for sequence in (await running).sequences:
+            assert check_text(sequence) == [1, 2]
+            assert not any(span.on_older_keys for span in sequence.drawn_under or ())
+    finally:
+        sampler.end()
+
+
 async def test_two_ranks_answer_as_one_does_with_adapters_from_memory_and_disk(
     two_ranks: ProcessSampler, text: Any, tmp_path: Path
 ) -> None:

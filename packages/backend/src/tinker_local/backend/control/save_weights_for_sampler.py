@@ -71,6 +71,8 @@ class SaveWeightsForSampler:
                 return trainer.logprobs(model.model_id, *model.base.probes.adapter)
 
             expected = asyncio.ensure_future(scheduler.call(capture))
+            # An in-flight version that a newer one supersedes does not ask for it.
+            expected.add_done_callback(lambda done: done.cancelled() or done.exception())
             await asyncio.wait((captured, expected), return_when=asyncio.FIRST_COMPLETED)
             if not captured.done():
                 await expected  # raises
