@@ -12,6 +12,7 @@ import pytest
 import torch
 from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.sampling.sampler import DrawnTokens, MovingWeights, Sampler, SampleWork
+from tinker_local.backend.vllm_engine import compat_vllm
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import InternalError, SampledSequence, SampleOutput, SamplingParams
@@ -221,6 +222,7 @@ def recomputing(text: Served, engine_thread: EngineThread) -> Iterator[VLLMSampl
     asyncio.run(sampler.close())
 
 
+@pytest.mark.more
 async def test_keys_are_computed_again_where_the_server_says_so(
     text: Served, recomputing: VLLMSampler, tmp_path: Path
 ) -> None:
@@ -246,3 +248,40 @@ async def test_keys_are_computed_again_where_the_server_says_so(
                 far = float(np.abs(scored[len(PROMPT) - 1 :] - sequence.logprobs)[drawn].max())
                 assert (far < text.tolerance) is (again or version == 0), (again, version, far)
         await sampler.end_target(target.name)
+
+
+async def test_more_targets_than_slots_take_turns_and_no_sequence_has_anothers_weights(
+    text: Served, tmp_path: Path
+) -> None:
+    """Seven runs on four slots, each of which moves while the samples of all wait for a slot or run."""
+    targets = [Target(text, tmp_path / f"run{at}") for at in range(7)]
+    for at, target in enumerate(targets):
+        for number in range(10 * at + 1, 10 * at + 3):  # words that no other run has
+            target.versions.append(forcing(text, target.folder / str(number), number))
+        await target.save("first")
+    watch = Watch()
+    running = [asyncio.create_task(target.sample("first", 300, drawn=watch)) for target in targets]
+    await watch.until(40)
+    for target in targets:
+        await target.save("second")
+    moved = 0
+    for at, (target, sample) in enumerate(zip(targets, running, strict=True)):
+        (sequence,) = (await sample).sequences
+        place = 0
+        for span in sequence.drawn_under or ():
+            drawn = sequence.tokens[place : place + span.tokens].tolist()
+            assert set(drawn) <= set(words_of(10 * at + span.version)), (at, span)
+            place += span.tokens
+        assert place == 300
+        assert sequence.drawn_under is not None
+        assert sequence.drawn_under[-1].version == 2
+        moved += len(sequence.drawn_under) == 2
+        await text.sampler.end_target(target.name)
+    assert 1 <= moved <= 4  # those that had a slot; the others began with the second version
+
+
+def test_one_slot_or_an_older_vllm_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compat_vllm.why_not_in_flight(2) == ""
+    assert "one slot for adapters" in compat_vllm.why_not_in_flight(1)
+    monkeypatch.setattr(compat_vllm, "_distribution_version", lambda: (0, 26))
+    assert compat_vllm.why_not_in_flight(4) == "it needs vLLM 0.32, and 0.26 is installed"
