@@ -140,6 +140,7 @@ LIMITS: dict[str, dict[str, str]] = {
             "control.sampling_clients.MOST_UNSEEN control.sampling_clients.MOST_LOGS"
         ),
         "sequences beyond those that run at once, for sessions that have none": "sampling.sampler.RESERVED",
+        "sequences of in-flight clients of a session whose weights are known": "control.token_weights.MOST_TOLD",
     },
     "images": {
         "pixels of images in flight; a larger one goes alone": "types.pictures.MAX_PIXELS",

@@ -8,8 +8,9 @@ import numpy as np
 import pyrage  # type: ignore[import-untyped]
 import pytest
 import tinker
+import tinker_local.client
 
-from tests.compatibility.world import ADAM, TOKENS, World, datum, prompt, same
+from tests.compatibility.world import ADAM, TOKENS, World, datum, differs, prompt, same
 from tests.compatibility.write_report import refused, works
 
 N = len(TOKENS) - 1
@@ -116,9 +117,26 @@ def stability(world: World) -> None:
     assert sequence.sequence_id
 
 
-@refused("TrainingClient.save_weights_and_get_sampling_client(kind='inflight')", saying="snapshot")
+@works(
+    "TrainingClient.save_weights_and_get_sampling_client(kind='inflight')",
+    by="after another such save, the first client has the trainer's new logprobs, too, and a snapshot keeps its own",
+)
 def inflight(world: World) -> None:
-    world.training().save_weights_and_get_sampling_client(kind="inflight").result()
+    client = world.training()
+    first = client.save_weights_and_get_sampling_client(kind="inflight").result()
+    snapshot = client.save_weights_and_get_sampling_client().result()
+    before = world.learner(client)
+    same(world.sampler(first), before)
+    world.steps(client, 1)
+    second = client.save_weights_and_get_sampling_client(kind="inflight").result()
+    after = world.learner(client)
+    differs(after, before)
+    for sampler in second, first:  # the second waits for the weights of its save, which both have then
+        same(world.sampler(sampler), after)
+    same(world.sampler(snapshot), before)
+    (sequence,) = first.sample(prompt(), 1, tinker.SamplingParams(max_tokens=3)).result().sequences
+    (span,) = tinker_local.client.weights_of_tokens(sequence, base_url=world.url, api_key=world.api_key)
+    assert (span.version, span.optimizer_steps, span.tokens) == (2, 3, len(sequence.tokens))
 
 
 @works(

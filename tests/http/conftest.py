@@ -205,8 +205,8 @@ class Api:
         }
         return str((await self.ok("create_sampling_session", body))["sampling_session_id"])
 
-    async def nameless(self, model: str, seq_id: int, number: int) -> str:
-        body = {"model_id": model, "seq_id": seq_id, "sampling_session_seq_id": number, "kind": "snapshot"}
+    async def nameless(self, model: str, seq_id: int, number: int, kind: str = "snapshot") -> str:
+        body = {"model_id": model, "seq_id": seq_id, "sampling_session_seq_id": number, "kind": kind}
         saved = await self.result(await self.submit("save_weights_for_sampler", body))
         return str(saved["sampling_session_id"])
 

@@ -346,7 +346,7 @@ async def test_what_is_not_honoured_is_refused_by_name_on_fakes(api: Api) -> Non
         ("save_weights", {"path": "a", "ttl_seconds": 10}, "ttl_seconds"),
         ("save_weights", {"path": "a", "user_metadata": {"a": 1}}, "user_metadata['a']"),
         ("save_weights", {"path": "a", "compress": True}, "compress"),
-        ("save_weights_for_sampler", {"sampling_session_seq_id": 0, "kind": "inflight"}, "kind"),
+        ("save_weights_for_sampler", {"path": "a", "kind": "inflight"}, "path"),
         ("save_weights_for_sampler", {"sampling_session_seq_id": 0, "ttl_seconds": 3600}, "ttl_seconds"),
         ("save_weights_for_sampler", {"path": "a", "user_metadata": {"a": []}}, "user_metadata['a']"),
         ("save_weights_for_sampler", {}, "path"),

@@ -120,6 +120,7 @@ def calls(of: str, own: str) -> Iterator[Call]:
     yield Call("POST", "/join_sampling_session", {}, {"sampling_session_id": sampler})
     yield Call("POST", "/asample", {}, {"sampling_session_id": sampler, "seq_id": 1, **SAMPLE})
     yield Call("GET", "/samplers/{sampler_id}", {"sampler_id": sampler})
+    yield Call("GET", "/samplers/{sampler_id}/weights_of_tokens", {"sampler_id": sampler})
     yield Call("POST", "/retrieve_future", {}, {"request_id": f"{sampler}:0"})
     yield Call("POST", "/retrieve_future", {}, {"request_id": f"{run}:create"})
     yield Call("POST", "/retrieve_futures", {}, {"target": {"sampling_session_id": sampler}, "timeout": 0})

@@ -217,6 +217,7 @@ def test_options_of_the_command_are_those_of_a_backend_with_its_defaults_on_fake
         "--session-timeout": ("60", {"session_timeout": 60.0}),
         "--share-prefixes": ("off", {"share_prefixes": "off"}),
         "--replay-routes": ("off", {"replay_routes": "off"}),
+        "--in-flight-cache": ("recompute", {"in_flight_cache": "recompute"}),
     }
     data = ["--data-dir", str(tmp_path)]
     flags = [word for flag, (value, _) in given.items() for word in (flag, value)]

@@ -6,6 +6,7 @@ import math
 import pickle
 import threading
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tinker_cookbook.rl import train
 from tinker_cookbook.rl.rollout_strategy import FailFast, RetryOnFailure
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.tokenizer_utils import register_tokenizer, unregister_tokenizer
-from tinker_local.client import rl
+from tinker_local.client import WeightsSpan, rl, weights_of_tokens
 from tinker_local.client.rl.cookbook import CookbookDatasetBuilder, CookbookGroupBuilder
 from tinker_local.client.rl.episode import EpisodeError
 from transformers import AutoImageProcessor, AutoTokenizer
@@ -133,6 +134,63 @@ async def test_two_steps_of_rl_train_on_a_real_server_are_exact(
         assert np.count_nonzero(logprobs) == sum(span.length for span in sampled)
     assert Squares.failures == 1
     assert Squares.closed == 17  # 16, and the one that failed
+
+
+class InFlight(tinker.TrainingClient):
+    save_weights_and_get_sampling_client = partialmethod(  # type: ignore[assignment]
+        tinker.TrainingClient.save_weights_and_get_sampling_client, kind="inflight"
+    )
+
+
+async def test_the_asynchronous_loop_runs_with_every_save_in_flight(
+    real_server: Any, chat: rl.Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each trained token says which weights drew it, and none is older than the loop allows."""
+    trained: list[list[str]] = []
+    backward = tinker.TrainingClient.forward_backward
+
+    def recorded(self: Any, data: list[tinker.Datum], *arguments: Any, **named: Any) -> Any:
+        spans = [span for datum in data for span in datum.loss_fn_input_spans or ()]
+        trained.append([span.sequence_id for span in spans if isinstance(span, tinker.SampledProvenanceSpan)])
+        return backward(self, data, *arguments, **named)
+
+    monkeypatch.setattr(tinker.TrainingClient, "forward_backward", recorded)
+    monkeypatch.setattr("tinker.lib.public_interfaces.training_client.TrainingClient", InFlight)
+    drawn: dict[str, list[WeightsSpan]] = {}
+    step = tinker.TrainingClient.optim_step
+
+    def asked(self: Any, *arguments: Any, **named: Any) -> Any:
+        for sequence_id in trained[-1]:  # before the session ends
+            if ":sample:0:" not in sequence_id:  # the loop's first client is of a checkpoint with a name
+                drawn[sequence_id] = weights_of_tokens(sequence_id, base_url=real_server.url)
+        return step(self, *arguments, **named)
+
+    monkeypatch.setattr(tinker.TrainingClient, "optim_step", asked)
+    register_tokenizer(VISION, lambda: chat.tokenizer)
+    config = train.Config(
+        learning_rate=1e-3,
+        dataset_builder=CookbookDatasetBuilder(make_groups=squares, steps=8, chat=chat),
+        model_name=VISION,
+        recipe_name="test",
+        max_tokens=6,
+        max_steps=4,
+        log_path=str(tmp_path),
+        lora_rank=4,
+        eval_every=0,
+        save_every=0,
+        base_url=real_server.url,
+        async_config=train.AsyncConfig(max_steps_off_policy=2, groups_per_batch=2),
+    )
+    try:
+        await train.main(config)
+    finally:
+        unregister_tokenizer(VISION)
+    assert len(trained) == 4
+    assert set(trained[-1]) <= set(drawn)
+    for steps, sequences in enumerate(trained):
+        for span in (span for sequence_id in sequences for span in drawn.get(sequence_id, ())):
+            assert 0 <= steps - span.optimizer_steps <= 3  # two, and the step that runs while a save is published
+            assert span.version == span.optimizer_steps
 
 
 async def test_a_group_builder_can_be_pickled_and_goes_on_where_it_arrives(chat: rl.Chat) -> None:

@@ -19,6 +19,7 @@ from tinker_local.types import InvalidRequestError, SampleOutput, SamplingParams
 
 from tests.sampling.sampling_answers import EVERYTHING, TEXT
 from tests.sampling.test_handover import Unwritten
+from tests.sampling.test_in_flight import Target, Watch, check_text
 
 pytestmark = pytest.mark.more
 
@@ -42,6 +43,48 @@ def same(text: Any, one: SampleOutput, other: SampleOutput) -> None:
     assert one.prompt_logprobs is not None
     assert other.prompt_logprobs is not None
     text.same(one.prompt_logprobs[1:], other.prompt_logprobs[1:])
+
+
+async def test_weights_move_under_running_sequences_on_both_ranks_at_once(
+    two_ranks: ProcessSampler, text: Any, tmp_path: Path
+) -> None:
+    target = Target(text, tmp_path, two_ranks)
+    target.write(3)
+    await target.save("first")
+    watch = Watch()
+    running = asyncio.create_task(target.sample("first", 700, num_samples=2, drawn=watch))
+    for number in range(2):
+        await watch.until(watch.seen + 40)
+        await target.save(f"later {number}")
+    for sequence in (await running).sequences:
+        assert check_text(sequence) == [1, 2, 3]
+    others = [text.adapter(tmp_path / f"o{n}", EVERYTHING, 4, seed=n).version for n in range(5)]
+    for version in others:  # more than the ranks keep in memory, so that the target is made again
+        await two_ranks.load_version(version)
+    assert check_text((await target.sample("first", 8)).sequences[0]) == [3]
+    await two_ranks.end_target(target.name)
+    for version in others:
+        await two_ranks.remove_version(version)
+
+
+@pytest.mark.rotated(4)
+async def test_both_ranks_compute_keys_again_where_the_server_says_so(text: Any, tmp_path: Path) -> None:
+    options = replace(text.options, ranks=2, cached_adapters=4, moves_keys=True)
+    sampler = ProcessSampler(functools.partial(make_vllm_rank, options), ranks=2)
+    try:
+        sampler.load()
+        target = Target(text, tmp_path, sampler)
+        target.write(2)
+        await target.save("first")
+        watch = Watch()
+        running = asyncio.create_task(target.sample("first", 700, num_samples=2, drawn=watch))
+        await watch.until(60)
+        await target.save("second")
+        for sequence in (await running).sequences:
+            assert check_text(sequence) == [1, 2]
+            assert not any(span.on_older_keys for span in sequence.drawn_under or ())
+    finally:
+        sampler.end()
 
 
 async def test_two_ranks_answer_as_one_does_with_adapters_from_memory_and_disk(

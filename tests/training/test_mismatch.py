@@ -242,7 +242,7 @@ def test_spans_say_what_a_turn_is() -> None:
         ProvenanceSpan(source="sampled", sequence_id="s:2:0", length=1),
         ProvenanceSpan(source="sampled", sequence_id="s:2:0", length=0),
     ]
-    versions = {"s:0:0": "new", "s:1:0": "old", "s:2:0": "of another run"}
+    versions: dict[str, mismatch.DrawnBy] = {"s:0:0": "new", "s:1:0": "old", "s:2:0": "of another run"}
     found = mismatch.sampled_spans(spans, versions.get)
     assert found == [SampledSpan(1, 3, "new"), SampledSpan(3, 4, "old"), SampledSpan(5, 6, "of another run")]
     datum = made_datum([1] * 6, [0, -1, 0, -1, 0, -1], [0, 0, 0, 0, 0, 0])
@@ -340,3 +340,20 @@ def test_stale_steps_are_compared_with_the_on_policy_ones_before_them() -> None:
     assert exact.note(2, apart(9e-6, stale=1)) is None, "rounding"
     assert exact.note(3, {}) is None
     assert exact.note(4, apart(2e-5, stale=1)) is not None
+
+
+def test_a_span_is_cut_where_its_weights_moved() -> None:
+    """An in-flight client's sequence of 2 + 3 + 4 tokens, of which a datum has those from the second on, and one that
+    is in the last row alone."""
+    drawn = [(2, "first"), (3, "second"), (4, "third")]
+    spans = [
+        ProvenanceSpan(source="prompt", sequence_id="s:0:0", length=3),
+        ProvenanceSpan(source="sampled", sequence_id="s:0:0", offset=1, length=6),
+        ProvenanceSpan(source="sampled", sequence_id="s:0:0", offset=7, length=1),
+    ]
+    assert mismatch.sampled_spans(spans, lambda _: drawn) == [
+        SampledSpan(3, 4, "first"),
+        SampledSpan(4, 7, "second"),
+        SampledSpan(7, 9, "third"),
+        SampledSpan(9, 10, "third"),
+    ]

@@ -18,6 +18,7 @@ EnginePlace = Literal["inline", "process"]
 DecoderName = Literal["written-out", "autograd"]
 DecoderChoice = Literal["auto", DecoderName]
 SharedWeights = Literal["auto", "always", "off"]
+InFlightCache = Literal["keep", "recompute"]
 SharePrefixes = Literal["auto", "off"]
 ReplayRoutes = Literal["auto", "off"]
 GrammarChoice = Literal["auto", "always", "never"]
@@ -374,6 +375,14 @@ class BackendOptions:
             group=OF_ENGINES,
         ),
     ] = "auto"
+    in_flight_cache: Annotated[
+        InFlightCache,
+        CommandOption(
+            "What becomes of the keys and values of running samples when the weights of an in-flight client change: "
+            "keep, they stay, as on the hosted service; recompute, they are computed again with the new weights.",
+            group=OF_ENGINES,
+        ),
+    ] = "keep"
     shared_weights: Annotated[
         SharedWeights,
         CommandOption(

@@ -3,7 +3,7 @@
 `import tinker_local.client as tinker` runs a program written for the SDK. The module has every public name of `tinker`,
 and they are the SDK's own objects. Only `ServiceClient`, `RestClient` and `AdminClient` are subclasses, which connect
 to a local server by default. `model_input`, `text_chunk`, `image_chunk`, `as_rgb`, `PromptLayout`,
-`log_metrics` and `use_served_names` are additions.
+`log_metrics`, `use_served_names`, `weights_of_tokens` and `WeightsSpan` are additions.
 """
 
 import tinker as _sdk
@@ -80,10 +80,12 @@ from tinker_local.client.loopback import LoopbackBackend as LoopbackBackend
 from tinker_local.client.loopback import LoopbackServer as LoopbackServer
 from tinker_local.client.run_metrics import log_metrics as log_metrics
 from tinker_local.client.served_names import use_served_names as use_served_names
+from tinker_local.client.token_spans import WeightsSpan as WeightsSpan
+from tinker_local.client.token_spans import weights_of_tokens as weights_of_tokens
 from tinker_local.types import PromptLayout as PromptLayout
 from tinker_local.types import as_rgb as as_rgb
 from tinker_local.types import open_picture as open_picture
 
 __all__ = ["LoopbackBackend", "LoopbackServer", "PromptLayout", "as_rgb", "image_chunk", "log_metrics", "open_picture"]
-__all__ += ["model_input", "text_chunk", "use_served_names"]
+__all__ += ["WeightsSpan", "model_input", "text_chunk", "use_served_names", "weights_of_tokens"]
 __all__ += _sdk.__all__

@@ -40,6 +40,7 @@ from tinker_local.types.requests_and_results import CopyWeightsRequest as CopyWe
 from tinker_local.types.requests_and_results import CreateModelRequest as CreateModelRequest
 from tinker_local.types.requests_and_results import CreateSamplingSessionRequest as CreateSamplingSessionRequest
 from tinker_local.types.requests_and_results import CreateSessionRequest as CreateSessionRequest
+from tinker_local.types.requests_and_results import DrawnUnder as DrawnUnder
 from tinker_local.types.requests_and_results import ForwardBackwardOutput as ForwardBackwardOutput
 from tinker_local.types.requests_and_results import ForwardBackwardRequest as ForwardBackwardRequest
 from tinker_local.types.requests_and_results import LoadWeightsRequest as LoadWeightsRequest

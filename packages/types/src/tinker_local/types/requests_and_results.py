@@ -369,10 +369,20 @@ class PromptAltTokens(Frozen):
     logprobs: TensorData
 
 
+class DrawnUnder(Frozen):
+    """`tokens` in a row of a sequence that were drawn under the weights of the run's in-flight save number `version`,
+    from 1. `on_older_keys`: keys and values of the positions before them may be of an earlier version."""
+
+    version: Annotated[int, Field(ge=1)]
+    tokens: Annotated[int, Field(ge=0)]
+    on_older_keys: bool = False
+
+
 class SampledSequence(Frozen):
     """One sampled sequence: `tokens` int32 [S]; `logprobs` float32 [S], log softmax(logits / T) over the vocabulary.
 
-    `sequence_id` comes from the promise (`sample_sequence_ids`); the result's wire format does not carry it. `routes`
+    `sequence_id` comes from the promise (`sample_sequence_ids`); the result's wire format does not carry it, nor
+    `drawn_under`: of an in-flight client, which weights drew the tokens, in order; their `tokens` add up to S. `routes`
     are for the server alone: which experts the positions took.
     """
 
@@ -382,6 +392,7 @@ class SampledSequence(Frozen):
     topk_logprobs: TopkLogprobs | None = None
     sequence_id: str | None = None
     routes: Any = Field(default=None, exclude=True, repr=False)
+    drawn_under: TupleOf[DrawnUnder] | None = None
 
     @model_validator(mode="after")
     def _one_logprob_per_token(self) -> Self:

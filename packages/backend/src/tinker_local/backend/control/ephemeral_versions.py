@@ -16,7 +16,8 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True, eq=False)
 class EphemeralVersion:
     """The version `name`, of `size` bytes, of the sampling session `sampler_id`. `samples`: those of it that have not
-    ended. `dropped`: why it does not exist any more; empty while it does."""
+    ended. `dropped`: why it does not exist any more; empty while it does. `pinned`: it is not dropped for others, as
+    the sampler may run on it."""
 
     name: str
     size: int
@@ -26,6 +27,7 @@ class EphemeralVersion:
     base: ServedModel
     samples: int = 0
     dropped: str = ""
+    pinned: bool = False
 
 
 class EphemeralVersions:
@@ -111,7 +113,8 @@ class EphemeralVersions:
 
     def _drop_one(self, why: str, newest: EphemeralVersion | None, may_go: Callable[[EphemeralVersion], bool]) -> bool:
         """Drop the one that was used least recently, of the owner that has most; whether there is one."""
-        free = [each for each in self._kept if not each.samples and each is not newest and may_go(each)]
+        droppable = (each for each in self._kept if not each.pinned)
+        free = [each for each in droppable if not each.samples and each is not newest and may_go(each)]
         if not free:
             return False
         version = max(free, key=lambda each: self._by_owner[each.owner])  # the first one of several

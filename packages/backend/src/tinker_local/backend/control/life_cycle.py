@@ -135,6 +135,7 @@ class ControlPlane:
         self.sampling = Sampling(
             options, self.quotas, self.store, versions, self.models, self.sessions, self.operations, uses, self._clock
         )
+        self._closing.push_async_callback(self.sampling.targets.close)
         self.completions = Completions(self.sessions, self.sampling, self.operations)
         self.runs = TrainingRuns(options, self.quotas, self.store, self.models, self.sessions, self.operations)
         self.autosaves = Autosaves(
@@ -158,7 +159,7 @@ class ControlPlane:
             self.exports,
             self.curves,
             self.sampling.recorded,
-            self.sampling.version_of,
+            self.sampling.drawn_by,
             self.sampling.routes,
             strict_losses=options.strict_losses,
         )

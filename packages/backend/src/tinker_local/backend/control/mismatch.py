@@ -84,14 +84,24 @@ class SampledSpan:
     version: str | None
 
 
-def sampled_spans(spans: Iterable[ProvenanceSpan], version_of: Callable[[str], str | None]) -> list[SampledSpan]:
-    """The sampled ones of a datum's provenance spans; `version_of` a sequence id."""
+DrawnBy = Sequence[tuple[int, str]] | str | None
+"""The weights that drew a sequence, by name: of all its tokens, or of so many in a row; None: unknown."""
+
+
+def sampled_spans(spans: Iterable[ProvenanceSpan], drawn_by: Callable[[str], DrawnBy]) -> list[SampledSpan]:
+    """The sampled ones of a datum's provenance spans, in parts that one version drew; `drawn_by` a sequence id."""
     found, start = [], 0
     for span in spans:
-        stop = start + span.length
         if span.source == "sampled" and span.length:
-            found.append(SampledSpan(start, stop, version_of(span.sequence_id)))
-        start = stop
+            drawn = drawn_by(span.sequence_id)
+            rows = [(span.offset + span.length, drawn)] if drawn is None or isinstance(drawn, str) else drawn
+            begin = -span.offset  # of the row, in the span
+            for tokens, version in rows:
+                first, end = max(begin, 0), min(begin + tokens, span.length)
+                if first < end:
+                    found.append(SampledSpan(start + first, start + end, version))
+                begin += tokens
+        start += span.length
     return found
 
 

@@ -13,12 +13,15 @@ from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.control.base_precision import other_precision
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses, version_of
 from tinker_local.backend.control.ephemeral_versions import EphemeralVersion, EphemeralVersions
+from tinker_local.backend.control.mismatch import DrawnBy
+from tinker_local.backend.control.moving_weights import InFlightClient, InFlightTargets
 from tinker_local.backend.control.recorded_routes import RecordedRoutes
 from tinker_local.backend.control.recorded_samples import RecordedSamples
 from tinker_local.backend.control.sample_prompts import SamplePrompts
 from tinker_local.backend.control.sampler_versions import SamplerVersions
 from tinker_local.backend.control.sampling_clients import Completion, SamplingClients, client_of
 from tinker_local.backend.control.sessions import Sessions
+from tinker_local.backend.control.token_weights import TokenWeights
 from tinker_local.backend.models.served_models import ServedModel, ServedModels
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.rendering.grammar import Grammar
@@ -46,6 +49,7 @@ from tinker_local.backend.scheduling.operations import (
     request_id_of,
     sampling_id_in,
     sequence_ids,
+    session_of,
 )
 from tinker_local.backend.scheduling.quotas import InFlight, Quotas, request_bytes
 from tinker_local.backend.scheduling.sample_turns import SamplerQueue
@@ -73,8 +77,8 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True, eq=False)
 class SamplingSession:
     """`ephemeral`: a version that lives as long as the session, or until it is dropped for newer ones; `checkpoint`: a
-    named one, maybe `deleted`; `running`: the samples that have not ended, and what counts each out of what is in
-    flight, unless it counts on until it is delivered.
+    named one, maybe `deleted`; `in_flight`: weights that move; `running`: the samples that have not ended, and what
+    counts each out of what is in flight, unless it counts on until it is delivered.
 
     A session whose checkpoint is deleted refuses new samples and finishes those that it has accepted.
     """
@@ -85,6 +89,7 @@ class SamplingSession:
     clients: SamplingClients
     ephemeral: EphemeralVersion | None = None
     checkpoint: CheckpointRecord | None = None
+    in_flight: InFlightClient | None = None
     deleted: bool = False
     running: dict[Operation[SampleOutput], Callable[[], None] | None] = field(default_factory=dict)
 
@@ -141,6 +146,8 @@ class Sampling:
         self._prompts = SamplePrompts(options)
         self.in_flight = InFlight(quotas)
         self.ephemeral = EphemeralVersions(quotas, versions)
+        self.targets = InFlightTargets(self.ephemeral)
+        self.token_weights = TokenWeights()
         self.recorded = RecordedSamples()
         self.routes = RecordedRoutes()
         self._in_samplers: dict[ServedModel, SamplerQueue] = {}
@@ -208,6 +215,32 @@ class Sampling:
             self.ephemeral.forget(ephemeral)
             raise
         return sampling_id
+
+    async def open_in_flight(
+        self,
+        session_id: str,
+        sampling_seq_id: int,
+        base_name: str,
+        base: ServedModel,
+        version: str,
+        client: Callable[[str], InFlightClient],
+    ) -> tuple[str, EphemeralVersion]:
+        """A sampling session of weights that move, and what keeps `version`, the newest of them. `client` makes the
+        session's client from its id."""
+        sampling_id = sampling_id_in(session_id, sampling_seq_id)
+        owner = (await self._sessions.require(session_id)).owner
+        if sampling_id in self._open:
+            raise InvalidRequestError(f"sampling_session_seq_id: {sampling_seq_id} is taken in session {session_id}")
+        record = SamplingSessionRecord(sampling_id, session_id, base_name, None, True, datetime.now(UTC))
+        size = self._versions.size(version)
+        kept = EphemeralVersion(version, size, session_id, sampling_id, owner, base, pinned=True)
+        self.ephemeral.add(kept)
+        try:
+            await self._add(SamplingSession(record, owner, base, self._clients(), in_flight=client(sampling_id)))
+        except Exception:
+            self.ephemeral.forget(kept)
+            raise
+        return sampling_id, kept
 
     async def _add(self, session: SamplingSession, must_record: bool = True) -> None:
         """Open `session` at once, so that its end finds it, and record it."""
@@ -317,13 +350,15 @@ class Sampling:
         """Cancel the samples of a session and free its ephemeral versions."""
         self.recorded.end_session(session_id)
         self.routes.end_session(session_id)
+        self.token_weights.end_session(session_id)
         ending = [self._open[name] for name in self._of_session.pop(session_id, ())]
         for session in ending:
             del self._open[session.record.sampling_session_id]
             for operation in list(session.running):
                 operation.cancel(_gone(session.record))
         await asyncio.gather(
-            *(self.ephemeral.remove(session.ephemeral) for session in ending if session.ephemeral is not None)
+            self.targets.end_session(session_id),
+            *(self.ephemeral.remove(session.ephemeral) for session in ending if session.ephemeral is not None),
         )
 
     def _check_there(self, session: SamplingSession) -> None:
@@ -494,6 +529,8 @@ class Sampling:
 
         async def run(piece: SampleWork) -> SampleOutput:
             queue.enter(operation, session_id, request.num_samples)
+            if session.in_flight is not None:
+                return await session.in_flight.sample(session.base, piece)
             return await sampler.sample(piece)
 
         queue.wait(operation, session_id)
@@ -504,6 +541,8 @@ class Sampling:
         count(session.base, work, output)
         operation.timeline.note(sampled_tokens=sampled_tokens(output))
         output = with_ids(output if besides.drawn is None else without_logprobs(output), operation.request_id)
+        if session.in_flight is not None:
+            self.token_weights.add(session_id, output.sequences, session.in_flight.target)
         if request.record_stability_info:
             self.recorded.add(session_id, output.sequences, prompt.length, self._version_name(session))
         return self._routes_kept(session, output, prompt) if records_routes else output
@@ -514,6 +553,13 @@ class Sampling:
         without = tuple(sequence.model_copy(update={"routes": None}) for sequence in output.sequences)
         return output.model_copy(update={"sequences": without})
 
+    def weights_of_tokens(self, sampler_id: str, sequence_id: str) -> list[dict[str, Any]]:
+        """Which in-flight saves drew the tokens of a sequence of this sampling session; NotFoundError if that is not
+        known."""
+        if not sequence_id.startswith(f"{sampler_id}:"):
+            raise InvalidRequestError(f"sequence_id: {sequence_id!r} is not of the sampling session {sampler_id!r}")
+        return self.token_weights.find(session_of(sampler_id), sequence_id)
+
     async def read(self, session: SamplingSession, prompt: ModelInput) -> ReadPrompt:
         """A prompt as the model would read it."""
         timeline = Timeline("", "sample")
@@ -522,20 +568,25 @@ class Sampling:
             return ReadPrompt.of(rendered)
 
     def _version(self, session: SamplingSession) -> AdapterVersion | None:
-        """The version that `session` samples from; None for a base model."""
+        """The version that `session` samples from; None for a base model, and for weights that move, whose version is
+        that of the moment when the sampler gets the sample."""
         if session.ephemeral is not None:
             return self._versions.ephemeral(session.ephemeral.name)
         return None if session.checkpoint is None else self._versions.named(session.checkpoint)
 
     def _version_name(self, session: SamplingSession) -> str | None:
-        """Of the version that `session` samples from, also when that is gone; None for a base model."""
+        """Of the version that `session` samples from, also when that is gone; None for a base model, and where weights
+        move."""
         if session.ephemeral is not None:
             return session.ephemeral.name
         return None if session.checkpoint is None else self._versions.name_of(session.checkpoint)
 
-    def version_of(self, session_id: str, sequence_id: str) -> str | None:
-        """The version that drew a sequence, for a run of this session: by its record, if there is one, and else by the
-        sampling session that its id names. None: the base model, or unknown. May be called from any thread."""
+    def drawn_by(self, session_id: str, sequence_id: str) -> DrawnBy:
+        """The weights that drew a sequence, for a run of this session: of an in-flight client, those of each token;
+        else those of its record, if there is one, or of the sampling session that its id names. May be called from any
+        thread."""
+        if (each := self.token_weights.drawn_by(session_id, sequence_id)) is not None:
+            return each
         if (record := self.recorded.known(session_id, sequence_id)) is not None:
             return record.version
         session = self._open.get(owner_of(owner_of(sequence_id)))
@@ -615,3 +666,6 @@ def count(base: ServedModel, work: SampleWork, output: SampleOutput) -> None:
     counts.samples += len(output.sequences)
     counts.prompt_tokens += work.prompt.length
     counts.sampled_tokens += sampled_tokens(output)
+    spans = [span for sequence in output.sequences for span in sequence.drawn_under or ()]
+    counts.in_flight_tokens += sum(span.tokens for span in spans)
+    counts.tokens_on_older_keys += sum(span.tokens for span in spans if span.on_older_keys)

@@ -3,12 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Awaitable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.adapters.adapter import AdapterDType, AdapterState, AdapterVersion
 from tinker_local.backend.control.checkpoint_lifetime import check_ttl
+from tinker_local.backend.control.moving_weights import InFlightClient, InFlightSave, InFlightTarget
 from tinker_local.backend.control.sampler_versions import SamplerVersions
 from tinker_local.backend.control.sampling_sessions import Sampling
 from tinker_local.backend.control.sessions import check_user_metadata
@@ -55,7 +57,7 @@ class SaveWeightsForSampler:
         """Capture and publish a version. The operation ends once it is durable (if named), loaded and verified."""
 
         async def run(model: TrainingRun, operation: Operation[dict[str, Any]]) -> None:
-            self._check(request)
+            self._check(request, model)
             scheduler, trainer = model.base.scheduler, model.base.engines.trainer
             # A checkpoint keeps all digits; an ephemeral version only those that the sampler reads.
             dtype: AdapterDType = "float32" if request.path is not None else model.base.engines.sampler.adapter_dtype
@@ -69,11 +71,18 @@ class SaveWeightsForSampler:
                 return trainer.logprobs(model.model_id, *model.base.probes.adapter)
 
             expected = asyncio.ensure_future(scheduler.call(capture))
+            # An in-flight version that a newer one supersedes does not ask for it.
+            expected.add_done_callback(lambda done: done.cancelled() or done.exception())
             await asyncio.wait((captured, expected), return_when=asyncio.FIRST_COMPLETED)
             if not captured.done():
                 await expected  # raises
             state, steps = captured.result(), model.steps
-            if request.path is None:
+            if request.kind == "inflight":
+                target = self._sampling.targets.of(model.model_id, model.record.session_id, model.base)
+                publish = self._publish_in_flight(
+                    model, operation, request, state, steps, expected, target, target.begin_save(steps)
+                )
+            elif request.path is None:
                 publish = self._publish_ephemeral(model, operation, request, state, steps, expected)
             else:
                 record = model.checkpoint("sampler_weights", request.path, request.ttl_seconds, request.user_metadata)
@@ -84,10 +93,16 @@ class SaveWeightsForSampler:
         return run
 
     @staticmethod
-    def _check(request: SaveWeightsForSamplerRequest) -> None:
-        if request.kind != "snapshot":
+    def _check(request: SaveWeightsForSamplerRequest, model: TrainingRun) -> None:
+        if request.kind == "inflight" and request.path is not None:
+            raise InvalidRequestError(
+                f"path: {request.path!r} would name weights that move (kind='inflight'); save a name with "
+                "kind='snapshot', which keeps the weights of this moment"
+            )
+        if request.kind == "inflight" and (why := model.base.engines.sampler.why_not_in_flight):
             raise UnsupportedError(
-                f"kind: {request.kind!r} is not supported; use 'snapshot', which keeps the weights of this moment"
+                f"kind: 'inflight' is not possible on this server: {why}; use 'snapshot', which keeps the weights of "
+                "this moment"
             )
         if (request.path is None) == (request.sampling_session_seq_id is None):
             raise InvalidRequestError("path: give either path or sampling_session_seq_id")
@@ -142,6 +157,42 @@ class SaveWeightsForSampler:
         except Exception:
             await self._versions.remove_ephemeral(model.base, name)
             raise
+        operation.succeed({"sampling_session_id": session_id})
+        self._folders.write(name)
+
+    async def _publish_in_flight(
+        self,
+        model: TrainingRun,
+        operation: Operation[dict[str, Any]],
+        request: SaveWeightsForSamplerRequest,
+        state: AdapterState,
+        steps: int,
+        expected: Expected,
+        target: InFlightTarget,
+        number: int,
+    ) -> None:
+        """The save ends when its version is captured and its client can sample; replicas follow."""
+        self._count += 1
+        name = f"{model.model_id}/{request.seq_id}#{self._count}"
+        await self._folders.publish(name, state)
+        assert request.sampling_session_seq_id is not None
+        record = model.record
+        try:
+            session_id, kept = await self._sampling.open_in_flight(
+                record.session_id,
+                request.sampling_session_seq_id,
+                record.base_model,
+                model.base,
+                name,
+                lambda session_id: InFlightClient(target, number, f"{session_id}#{number}"),
+            )
+        except Exception:
+            await self._versions.remove_ephemeral(model.base, name)
+            raise
+        version = self._versions.ephemeral(name)
+        model.saved_for_sampler(target.version(number), steps)
+        verify = partial(self._load_and_verify, model.base, version, state, expected)
+        await target.put(InFlightSave(number, version, kept, verify))
         operation.succeed({"sampling_session_id": session_id})
         self._folders.write(name)
 

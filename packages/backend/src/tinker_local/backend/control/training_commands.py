@@ -13,6 +13,7 @@ from tinker_local.backend.control.checkpoint_lifetime import check_ttl
 from tinker_local.backend.control.exports import Exports
 from tinker_local.backend.control.load_weights import LoadWeights
 from tinker_local.backend.control.mismatch import (
+    DrawnBy,
     Mismatch,
     SampledSpan,
     measure,
@@ -62,8 +63,8 @@ from tinker_local.types import (
 
 log = logging.getLogger(__name__)
 
-VersionOf = Callable[[str, str], str | None]
-"""The sampler version that drew a sequence, by the session and the sequence's id; None: unknown."""
+FindDrawn = Callable[[str, str], DrawnBy]
+"""The weights that drew a sequence, by the session and the sequence's id."""
 FindRoutes = Callable[[Sequence[ProvenanceSpan] | None, RenderedInput], Routes | None]
 """The recorded experts of the positions of an input, which spans tile; None if nothing is recorded of any."""
 
@@ -88,7 +89,7 @@ class Training:
         exports: Exports,
         curves: Curves,
         recorded: RecordedSamples,
-        version_of: VersionOf,
+        drawn_by: FindDrawn,
         routes: RecordedRoutes,
         *,
         strict_losses: bool,
@@ -101,7 +102,7 @@ class Training:
         self._exports = exports
         self._curves = curves
         self._recorded = recorded
-        self._version_of = version_of
+        self._drawn_by = drawn_by
         self._routes = routes
         self._strict_losses = strict_losses
         self._image_turns = ImageTurns(IMAGE_THREADS)
@@ -145,7 +146,7 @@ class Training:
         if base.routed is not None:
             find_routes = partial(self._routes.routes, model.record.session_id, base.path, base.routed)
         spans: list[list[SampledSpan] | None] = []
-        noted = noting_spans(decoding, partial(self._version_of, model.record.session_id), spans)
+        noted = noting_spans(decoding, partial(self._drawn_by, model.record.session_id), spans)
         work_steps = prepare_work(base, model_id, noted, find_record, find_routes, strict_losses=self._strict_losses)
         steps, total_weight = in_stage(operation.timeline, work_steps), 0.0
 
@@ -391,12 +392,12 @@ def _decoded(request: ForwardBackwardRequest) -> Generator[None, None, ForwardBa
 
 def noting_spans(
     decoding: Generator[None, None, ForwardBackwardRequest],
-    version_of: Callable[[str], str | None],
+    drawn_by: Callable[[str], DrawnBy],
     found: list[list[SampledSpan] | None],
 ) -> Generator[None, None, ForwardBackwardRequest]:
     """The steps of `decoding`; then `found` has the sampled spans of each datum. None: it has no spans."""
     request = yield from decoding
-    known = cache(version_of)
+    known = cache(drawn_by)
     for datum in request.data:
         if datum.loss_fn_input_spans is None:
             found.append(None)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,7 @@ from tinker_local.backend.training.module_outputs import ModuleOutputs
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.routes import RoutedLayers
 from tinker_local.types import (
+    DrawnUnder,
     InternalError,
     InvalidRequestError,
     NotFoundError,
@@ -57,6 +59,14 @@ class _Weights:
 
 
 _BASE = _Weights({}, 1)
+
+
+@dataclass(slots=True, eq=False)
+class _Target:
+    """What in-flight samples run on; the two change together, by one assignment."""
+
+    now: tuple[int, _Weights]
+
 
 TOKENS_AT_ONCE, PROMPT_ROWS_AT_ONCE, ANSWER_ROWS_AT_ONCE = 16, 64, 512
 
@@ -89,6 +99,7 @@ class FakeSampler:
     def __init__(self, model: FakeModel, memory: FakeMemory | None = None) -> None:
         self._model = model
         self._versions: dict[str, _Weights] = {}
+        self._targets: dict[str, _Target] = {}
         self._tower = FakeTower()
         self._memory = memory
         self._in_use = 0
@@ -99,6 +110,7 @@ class FakeSampler:
         self.max_context_length = model.max_context_length
         self.adapter_dtype: AdapterDType = "float32"
         self.routed: RoutedLayers | None = None
+        self.why_not_in_flight = ""
 
     @property
     def images_encoded(self) -> int:
@@ -134,10 +146,33 @@ class FakeSampler:
         """Forget `version`; running samples continue with it."""
         self._versions.pop(version.name, None)
 
+    async def publish(self, target: str, version: AdapterVersion, number: int) -> None:
+        """Running samples take the new weights at their next token."""
+        known = self._targets.get(target)
+        if known is not None and known.now[0] >= number:
+            return
+        with self._using():
+            weights = await asyncio.to_thread(self._read, version)
+        known = self._targets.setdefault(target, _Target((number, weights)))
+        if known.now[0] < number:
+            known.now = number, weights
+
+    async def end_target(self, target: str) -> None:
+        """Forget it."""
+        self._targets.pop(target, None)
+
+    async def _target(self, work: SampleWork) -> _Target:
+        """What `work` runs on."""
+        if work.moving is None:
+            return _Target((0, await self._weights(work.version)))
+        assert work.version is not None
+        await self.publish(work.moving.target, work.version, work.moving.number)
+        return self._targets[work.moving.target]
+
     async def sample(self, work: SampleWork) -> SampleOutput:
         """Sample in a thread; cancelling stops the thread at the next token."""
         with self._using():
-            weights = await self._weights(work.version)
+            weights = await self._target(work)
             stop_thread = threading.Event()
             loop = asyncio.get_running_loop()
             self._waiting[stop_thread] = work.num_samples
@@ -193,6 +228,7 @@ class FakeSampler:
         self._closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._versions.clear()
+        self._targets.clear()
 
     async def _weights(self, version: AdapterVersion | None) -> _Weights:
         if version is None:
@@ -216,14 +252,14 @@ class FakeSampler:
         return _Weights(self._model.read_adapter(tensors, config["r"]), config["r"])
 
     def _begin(
-        self, work: SampleWork, weights: _Weights, cancelled: threading.Event
+        self, work: SampleWork, weights: _Target, cancelled: threading.Event
     ) -> tuple[Steps, SampleOutput | None]:
         """The steps, and what the first of them gives."""
         self._waiting.pop(cancelled, None)
         steps = self._sample(work, weights, cancelled)
         return steps, next(steps)
 
-    def _sample(self, work: SampleWork, weights: _Weights, cancelled: threading.Event) -> Steps:
+    def _sample(self, work: SampleWork, target: _Target, cancelled: threading.Event) -> Steps:
         prompt, params = work.prompt, work.params
         scored = scores_alone(work, params.max_tokens)
         budget = token_budget(prompt.length, params.max_tokens, self.max_context_length, scored=scored)
@@ -241,7 +277,7 @@ class FakeSampler:
         check_sample_topk(work.topk_sample_logprobs, work.num_samples, budget, self._model.vocab_size)
         asked = {}
         if questions is not None:
-            scores = yield from self._answers(questions, work, weights)
+            scores = yield from self._answers(questions, work, target.now[1])
             asked = scores.fields(questions)
         work.begun()
         spent = 0
@@ -257,6 +293,7 @@ class FakeSampler:
                 raise InternalError("the sampler was closed, or the request cancelled")
             tokens = np.array([sequence.last_token for sequence in running], np.int64)
             codes = np.full_like(tokens, features.codes[-1])
+            number, weights = target.now
             logits = self._model.logits(Features(tokens, codes), weights.matrices, weights.rank)
             if work.penalties is not None:
                 for row, sequence in zip(logits, running, strict=True):
@@ -271,11 +308,13 @@ class FakeSampler:
             log_p = log_softmax((logits - logits.max(axis=1, keepdims=True)) / (params.temperature or 1.0))
             for sequence, row, token in zip(running, log_p, choose(log_p, params, running), strict=True):
                 sequence.extend(row, token, is_stop)
+                sequence.numbers.append(number)
                 if work.drawn is not None:
                     work.drawn(sequence.drawn(numbers[id(sequence)], last=position == budget - 1))
                 if sequence.stopped:
                     work.ended()
-        yield SampleOutput(sequences=tuple(sequence.result() for sequence in sequences), **asked)
+        in_flight = work.moving is not None
+        yield SampleOutput(sequences=tuple(sequence.result(in_flight=in_flight) for sequence in sequences), **asked)
 
     def _answers(
         self, questions: PromptQuestions, work: SampleWork, weights: _Weights
@@ -326,6 +365,8 @@ class _Sequence:
     likeliest: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = field(default_factory=list)
     """Ids and logprobs [1, topk] for each token, if they were asked for."""
     stopped: bool = False
+    numbers: list[int] = field(default_factory=list)
+    """Of the version that drew each token; 0 for one that does not move."""
 
     def extend(self, log_p_v: Float64Array, token: int, is_stop: Callable[[list[int]], bool]) -> None:
         self.tokens.append(token)
@@ -343,7 +384,9 @@ class _Sequence:
         logprob = float(np.float32(self.logprobs[-1]))
         return DrawnTokens(number, (self.tokens[-1],), (logprob,), likeliest, reason)
 
-    def result(self) -> SampledSequence:
+    def result(self, *, in_flight: bool) -> SampledSequence:
+        """A bigram model keeps no keys, so no token is drawn on older ones."""
+        spans = [DrawnUnder(version=number, tokens=len(list(same))) for number, same in groupby(self.numbers) if number]
         reason: StopReason = "stop" if self.stopped else "length"
         topk = None
         if self.likeliest:
@@ -354,6 +397,7 @@ class _Sequence:
             tokens=np.array(self.tokens, np.int32),
             logprobs=np.array(self.logprobs, np.float32),
             topk_logprobs=topk,
+            drawn_under=tuple(spans) if in_flight else None,
         )
 
 

@@ -149,6 +149,24 @@ EXPORTED = (
     ),
     Exported(
         CounterMetricFamily,
+        "tinker_local_in_flight_versions",
+        "Versions that the sampler went on to while samples of in-flight clients ran.",
+        lambda m: {"": m.in_flight_published},
+    ),
+    Exported(
+        CounterMetricFamily,
+        "tinker_local_in_flight_tokens",
+        "Tokens of in-flight clients.",
+        lambda m: {"": m.in_flight_tokens},
+    ),
+    Exported(
+        CounterMetricFamily,
+        "tinker_local_tokens_on_older_keys",
+        "Those of them that were drawn on keys and values that may be of an earlier version.",
+        lambda m: {"": m.tokens_on_older_keys},
+    ),
+    Exported(
+        CounterMetricFamily,
         "tinker_local_sampler_sleeps",
         "How often the sampler gave its memory to the trainer, for requests that did not fit otherwise.",
         lambda m: {"": m.sampler_sleeps},

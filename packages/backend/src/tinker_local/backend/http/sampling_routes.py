@@ -53,6 +53,12 @@ async def asample(request: Request, backend: Backend) -> dict[str, Any]:
     return promise(await backend.sampling.sample(body))
 
 
+@router.get("/samplers/{sampler_id}/weights_of_tokens")
+async def get_weights_of_tokens(sampler_id: str, sequence_id: str, backend: Backend) -> dict[str, Any]:
+    """Which in-flight saves drew the tokens of a sequence. Not part of the Tinker API."""
+    return {"sequence_id": sequence_id, "drawn_under": backend.sampling.weights_of_tokens(sampler_id, sequence_id)}
+
+
 @router.get("/samplers/{sampler_id}")
 async def get_sampler(sampler_id: str, backend: Backend) -> dict[str, Any]:
     record = await backend.sampling.record(sampler_id)

@@ -568,6 +568,7 @@ def _load_real(
         weights=weights,
         head_weights=options.head_precision or DENSE,
         record_routes=options.replay_routes == "auto" and family.lora.experts is not None,
+        moves_keys=options.in_flight_cache == "recompute",
     )
     placed = place_engines(config, engine, options, gpus)
     layout, engines = placed.layout, placed.engines

@@ -14,8 +14,9 @@ class Counts:
     `samples`: sequences returned. `prompt_tokens`: positions of their prompts, once per request. `sampled_tokens`: of
     these sequences. `samples_accepted`: unfinished requests.
     `ephemeral_bytes`: of the ephemeral sampler versions that are kept; `versions_dropped`: of them, because of a
-    session's limit. `submits_refused`: training requests refused because the queue was full. `failures`: failed
-    operations by category.
+    session's limit. `in_flight_published`: versions that the sampler went on to; `in_flight_tokens`: of in-flight
+    clients; `tokens_on_older_keys`: of these, drawn on keys of an earlier version. `submits_refused`: training requests
+    refused because the queue was full. `failures`: failed operations by category.
     """
 
     samples: int = 0
@@ -24,6 +25,9 @@ class Counts:
     samples_accepted: int = 0
     ephemeral_bytes: int = 0
     versions_dropped: int = 0
+    in_flight_published: int = 0
+    in_flight_tokens: int = 0
+    tokens_on_older_keys: int = 0
     optimizer_steps: int = 0
     submits_refused: int = 0
     failures: Counter[Category] = field(default_factory=Counter)
@@ -56,6 +60,9 @@ class ModelMetrics:
         counts again.
     sampler_sleeps: how often the sampler went to sleep for training requests that did not fit otherwise.
     versions_dropped: ephemeral sampler versions dropped because there were too many bytes of them.
+    in_flight_published: versions that the sampler went on to for in-flight clients.
+    in_flight_tokens, tokens_on_older_keys: tokens of in-flight clients; those drawn on keys and values that may be of
+        an earlier version, so that no single version computes their logprobs again.
     trainer_restarts, sampler_restarts: how often the process of each was started again.
     failures: failed operations by the category that the client saw; cancelled ones count as the user's. Requests
         refused at submission are not operations.
@@ -95,6 +102,9 @@ class ModelMetrics:
     sampler_versions: int
     ephemeral_bytes: int
     versions_dropped: int
+    in_flight_published: int
+    in_flight_tokens: int
+    tokens_on_older_keys: int
     sequences: int
     kv_cache_used: float
     kv_cache_bytes: int

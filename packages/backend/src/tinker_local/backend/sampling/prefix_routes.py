@@ -20,6 +20,8 @@ def prefixes(work: SampleWork) -> list[Prefix]:
     """Beginnings of the prompt, the shortest first and the last of them whole."""
     tokens, length = work.prompt.token_ids, work.prompt.length
     name = "" if work.version is None else work.version.name
+    if work.moving is not None:
+        name = work.moving.namespace
     digest = hashlib.blake2b(name.encode(), digest_size=16)
     images = iter(work.prompt.images)
     image = next(images, None)

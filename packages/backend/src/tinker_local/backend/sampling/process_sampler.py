@@ -73,6 +73,7 @@ class Loaded:
     adapter_dtype: AdapterDType
     can_sleep: bool
     routed: RoutedLayers | None
+    why_not_in_flight: str
     stages: Sequence[Stage]
 
 
@@ -89,6 +90,12 @@ class ServedSampler:
 
     async def remove_version(self, _: Tell, version: AdapterVersion) -> None:
         await self.sampler.remove_version(version)
+
+    async def publish(self, _: Tell, target: str, version: AdapterVersion, number: int) -> None:
+        await self.sampler.publish(target, self._whole(version), number)
+
+    async def end_target(self, _: Tell, target: str) -> None:
+        await self.sampler.end_target(target)
 
     async def sample(self, tell: Tell, work: SampleWork) -> SampleOutput:
         version = None if work.version is None else self._whole(work.version)
@@ -118,7 +125,10 @@ class ServedSampler:
 def loaded(served: ServedSampler) -> Loaded:
     """What a `ProcessSampler` has to know of the sampler; called in its process."""
     sampler = served.sampler
-    return Loaded(sampler.max_context_length, sampler.adapter_dtype, sampler.can_sleep, sampler.routed, taken())
+    in_flight = sampler.why_not_in_flight
+    return Loaded(
+        sampler.max_context_length, sampler.adapter_dtype, sampler.can_sleep, sampler.routed, in_flight, taken()
+    )
 
 
 def state(served: ServedSampler) -> Mapping[str, Any]:
@@ -154,6 +164,7 @@ class ProcessSampler(ProcessEngine):
     adapter_dtype: AdapterDType
     routed: RoutedLayers | None
     can_sleep: bool
+    why_not_in_flight: str
 
     def __init__(
         self,
@@ -221,6 +232,7 @@ class ProcessSampler(ProcessEngine):
         self.adapter_dtype = told.adapter_dtype
         self.can_sleep = told.can_sleep
         self.routed = told.routed
+        self.why_not_in_flight = told.why_not_in_flight
         self.stages = told.stages
         with self._changing:
             if self.ended or self._closed:
@@ -277,6 +289,16 @@ class ProcessSampler(ProcessEngine):
         """A process that has ended has no versions."""
         try:
             await self._call("remove_version", _named(version))
+        except ProcessEndedError:
+            return
+
+    async def publish(self, target: str, version: AdapterVersion, number: int) -> None:
+        await self._call("publish", target, _named(version), number, version=version)
+
+    async def end_target(self, target: str) -> None:
+        """A process that has ended has none."""
+        try:
+            await self._call("end_target", target)
         except ProcessEndedError:
             return
 

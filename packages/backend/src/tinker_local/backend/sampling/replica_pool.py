@@ -53,6 +53,7 @@ class ReplicaPool:
         self.max_context_length = min(replica.max_context_length for replica in replicas)
         self.adapter_dtype = replicas[0].adapter_dtype
         self.routed = replicas[0].routed
+        self.why_not_in_flight = replicas[0].why_not_in_flight
 
     @property
     def can_sleep(self) -> bool:
@@ -91,6 +92,14 @@ class ReplicaPool:
     async def remove_version(self, version: AdapterVersion) -> None:
         """Of all. Those that have ended have none."""
         await self._by_all(lambda replica: replica.remove_version(version))
+
+    async def publish(self, target: str, version: AdapterVersion, number: int) -> None:
+        """In every replica that works. Another one gets the weights with its next sample of `target`."""
+        await self._by_all(lambda replica: replica.publish(target, version, number))
+
+    async def end_target(self, target: str) -> None:
+        """Of all."""
+        await self._by_all(lambda replica: replica.end_target(target))
 
     async def sample(self, work: SampleWork) -> SampleOutput:
         """Sample in one replica."""

@@ -65,6 +65,21 @@ class Penalties:
     frequency: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class MovingWeights:
+    """What a sample of an in-flight client runs on: the weights of `target`, which move while it runs.
+
+    `number`: of the work's `version`, from 1; the target may have a newer one already, and never gets an older one.
+    `since`: the number of the save that made the client. `namespace`: what the client's keys and values are kept under,
+    which no other client has.
+    """
+
+    target: str
+    number: int
+    since: int
+    namespace: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleWork:
     """One request. `params.max_tokens` None means up to the context. `version` None is the base model.
@@ -78,7 +93,7 @@ class SampleWork:
     `begun` is called once, from any thread, when the first sequence runs on the device. `ended` may be called, from any
     thread, when one of the sequences has ended before the last. `drawn` gets every token of the result before the
     result is there; None: the request is not streamed. `grammar`: what the tokens of each sequence must spell; None:
-    anything. `penalties` None: none.
+    anything. `penalties` None: none. `moving`: of an in-flight client; None: `version` draws all tokens.
     """
 
     prompt: RenderedInput
@@ -99,6 +114,7 @@ class SampleWork:
     grammar: Grammar | None = None
     penalties: Penalties | None = None
     routes: bool = False
+    moving: MovingWeights | None = None
 
     def seeds(self) -> list[int] | None:
         """63 bits for each sequence; None without a seed.
@@ -147,6 +163,8 @@ class Sampler(Protocol):
 
     routed: RoutedLayers | None
     """The layers of which it says which experts positions took; None: of none."""
+    why_not_in_flight: str
+    """Why weights cannot move under running samples (`publish`); empty if they can."""
 
     @property
     def can_sleep(self) -> bool:
@@ -179,6 +197,14 @@ class Sampler(Protocol):
 
     async def remove_version(self, version: AdapterVersion) -> None:
         """Remove `version`; its folder may be deleted afterwards."""
+
+    async def publish(self, target: str, version: AdapterVersion, number: int) -> None:
+        """From their next token on, sequences of `target` run on `version`, and so do later ones. All of its layers
+        change between two steps. No-op if the target has this `number` or a larger one. If it fails half way, the
+        target's sequences fail, and so do later ones until a newer version is published."""
+
+    async def end_target(self, target: str) -> None:
+        """Forget `target`, of which no sample runs."""
 
     async def sample(self, work: SampleWork) -> SampleOutput:
         """Sample `num_samples` sequences; loads the version first if necessary. A streamed one that cannot go on after

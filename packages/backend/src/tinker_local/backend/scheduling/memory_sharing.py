@@ -409,6 +409,7 @@ class WakingSampler:
         self.max_context_length = sampler.max_context_length
         self.adapter_dtype = sampler.adapter_dtype
         self.routed = sampler.routed
+        self.why_not_in_flight = sampler.why_not_in_flight
 
     @property
     def can_sleep(self) -> bool:
@@ -439,6 +440,12 @@ class WakingSampler:
 
     async def remove_version(self, version: AdapterVersion) -> None:
         await self._sampler.remove_version(version)
+
+    async def publish(self, target: str, version: AdapterVersion, number: int) -> None:
+        await self._use(lambda: self._sampler.publish(target, version, number))
+
+    async def end_target(self, target: str) -> None:
+        await self._sampler.end_target(target)
 
     async def sample(self, work: SampleWork) -> SampleOutput:
         told = _Told(work)

@@ -63,7 +63,8 @@ class EngineOptions:
     and LM head; those that are not dense are read from a trainer. `spare_bytes`: of a GPU, left to others while nothing
     is sampled. `model_runner`: the runner that the environment of the process that made these options asks for,
     since an engine may run on another host; "": it asks for none. `record_routes`: keep which experts positions take,
-    if the model has any, for requests that ask for it.
+    if the model has any, for requests that ask for it. `moves_keys`: sequences whose weights change compute their keys
+    and values again.
     """
 
     model: str
@@ -87,6 +88,7 @@ class EngineOptions:
     spare_bytes: int = 0
     model_runner: str = field(default_factory=lambda: os.environ.get(MODEL_RUNNER, ""))
     record_routes: bool = False
+    moves_keys: bool = False
 
 
 def prepare_environment() -> None:

@@ -27,6 +27,9 @@ GHSA-85xf-c7hm-whqw, mended in 0.30. Since 0.32 schemas that nest too deeply are
 them. The advisories mended in 0.32, GHSA-542m-9234-8gvf and GHSA-x567-49g5-p4cf, are about chat templates in requests:
 this server takes none."""
 
+IN_FLIGHT_SINCE = (0, 32)
+"""The first version that looks at the slots of adapters before each step, and not at the requests of the step alone."""
+
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `max_lora_rank` that vLLM accepts."""
 
@@ -58,6 +61,16 @@ def why_no_grammars(choice: GrammarChoice) -> str:
         return ""
     since, here = (".".join(map(str, numbers)) for numbers in (GRAMMARS_SINCE, found))
     return f"needs vLLM {since}, and {here} is installed, whose grammars have known faults; --grammars always takes it"
+
+
+def why_not_in_flight(slots: int) -> str:
+    """Why adapters do not change under running sequences, with so many slots for them; empty if they do."""
+    if _distribution_version() < IN_FLIGHT_SINCE:
+        since, here = (".".join(map(str, numbers)) for numbers in (IN_FLIGHT_SINCE, _distribution_version()))
+        return f"it needs vLLM {since}, and {here} is installed"
+    if slots < 2:
+        return "the sampler has one slot for adapters, and a version is verified in a second one, beside the one in use"
+    return ""
 
 
 def _distribution_version() -> tuple[int, int]:

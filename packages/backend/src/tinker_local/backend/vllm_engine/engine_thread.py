@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from tinker_local.backend.heap import freeze_heap
 from tinker_local.backend.sampling.sampler import do_nothing
 from tinker_local.backend.threads import leave_pool
+from tinker_local.backend.vllm_engine.moved_sequences import Move, TornSlotError
 from tinker_local.types import InternalError
 
 log = logging.getLogger(__name__)
@@ -28,11 +29,13 @@ _one_engine_at_a_time = threading.Lock()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineRequest:
-    """Sequences of one prompt under one adapter: `prompt` as vLLM's renderer gives it, one `params` per sequence."""
+    """Sequences of one prompt under one adapter: `prompt` as vLLM's renderer gives it, one `params` per sequence.
+    `moves`: of each sequence, if its weights move while it runs, a list for its `Move`s, with the first in it."""
 
     prompt: Any
     params: tuple[Any, ...]
     lora: Any = None
+    moves: Sequence[list[Move]] = ()
 
 
 MakeRequest = Callable[[Any], EngineRequest]
@@ -41,6 +44,8 @@ MakeRequest = Callable[[Any], EngineRequest]
 
 Settle = Callable[[Any], Mapping[str, Exception]]
 """Prepares an engine for its next step; the ids of sequences that cannot go on, and why."""
+
+Change = Callable[[Any], Callable[[Sequence[str]], Sequence[Move]] | None]
 
 OnOutput = Callable[[int, Any], None]
 """Takes the index of a sequence and vLLM's output of it so far, on the engine's thread."""
@@ -63,6 +68,7 @@ class SequenceGroup:
     survived_restart: bool = False
     on_output: "OnOutput | None" = None
     streamed: bool = False
+    moves: Sequence[list[Move]] = ()
 
     def begin(self) -> None:
         """One of the sequences runs."""
@@ -205,6 +211,33 @@ class EngineThread:
         """Run `fn(vLLM engine)` between two steps."""
         return self._call(lambda: fn(engine.live()))
 
+    def move(self, engine: Engine, lora_name: str, change: Change) -> Future[None]:
+        """Run `change(vLLM engine)` between two steps: from the next one on, sequences under `lora_name` run on other
+        weights. It returns what tells their `Move`s by their ids; None: nothing has changed. They fail if it raises
+        TornSlotError, whose error the future gets."""
+
+        def run() -> None:
+            try:
+                told = change(engine.live())
+            except TornSlotError as torn:
+                for group in engine.groups():
+                    if group.lora_name == lora_name:
+                        self._abort(engine, group)
+                        group.fail(torn.error)
+                raise torn.error from torn
+            if told is not None:
+                running = [
+                    (moves, request_id)
+                    for group in engine.groups()
+                    if group.lora_name == lora_name
+                    for moves, request_id in zip(group.moves, group.ids, strict=True)
+                    if request_id in engine.in_flight
+                ]
+                for (moves, _), move in zip(running, told([request_id for _, request_id in running]), strict=True):
+                    moves.append(move)
+
+        return self._call(run)
+
     def between_steps(self) -> Future[None]:
         """Done when no engine is in a step or being built."""
         return self._call(lambda: None)
@@ -318,6 +351,7 @@ class EngineThread:
         try:
             request = group.make(engine.live())
             group.lora_name = None if request.lora is None else request.lora.lora_name
+            group.moves = request.moves
             number = next(self._ids)
             for index, params in enumerate(request.params):
                 request_id = f"{number}-{index}"

@@ -955,6 +955,16 @@ PATCHES = (
         on_v2="the same; a preempted sequence comes back as a new request, and is reported again",
     ),
     Patch(
+        "sequences whose weights change compute their keys and values again",
+        "vLLM empties the whole prefix cache for that, of all adapters and of the base model",
+        "0.32",
+        ("_preempt_request", "cache_salt"),
+        ("sampling/test_in_flight.py::test_keys_are_computed_again_where_the_server_says_so",),
+        hook="reset_prefix_cache(reset_running_requests=True), for all sequences at once",
+        used_in=("moved_sequences.py",),
+        on_v2="the same: a preempted sequence comes back as a new request",
+    ),
+    Patch(
         "grammars are matched in processes of their requests, and a sequence whose next token is not settled is "
         "left out of a step",
         "vLLM matches them on the engine's thread, where one grammar can stop everybody, and reads them there when a "

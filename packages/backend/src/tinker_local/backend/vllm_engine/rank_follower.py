@@ -14,6 +14,7 @@ from tinker_local.backend.vllm_engine import sleep_mode
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions, build_engine
 from tinker_local.backend.vllm_engine.compat_vllm import draw_of, lora_worker, masks_of, runs_on_cpu
 from tinker_local.backend.vllm_engine.engine_positions import engine_rotations
+from tinker_local.backend.vllm_engine.moved_sequences import compute_again
 from tinker_local.backend.vllm_engine.patches import EngineEvents
 from tinker_local.backend.vllm_engine.rank_leader import Call, Prepare, Told, fingerprint, join, link
 from tinker_local.backend.vllm_engine.vllm_adapters import VLLMAdapters
@@ -33,6 +34,7 @@ class Follower:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="adapters", initializer=self._use_device)
         self._prepared: dict[int, tuple[str, Future[Any]]] = {}
         self._waiting: deque[Told] = deque()
+        self._targets: dict[int, str] = {}  # of weights that move: the name of the version in their slot
         self._ended = 0
         join(seat)
         self._engine = build_engine(options, EngineEvents(load_adapter=self._load))
@@ -82,8 +84,11 @@ class Follower:
         It stays prepared: vLLM's caches drop adapters in the order of sets of names, which differs between processes,
         so this rank may need again what rank 0 still has.
         """
+        if request.load_inplace:
+            self._targets[request.lora_int_id] = request.lora_name
+        wanted = self._targets.get(request.lora_int_id, request.lora_name)
         while True:
-            made = [making for name, making in reversed(self._prepared.values()) if name == request.lora_name]
+            made = [making for name, making in reversed(self._prepared.values()) if name == wanted]
             worked = [making for making in made if making.exception() is None]
             if made:
                 lora = (worked or made)[0].result()
@@ -102,6 +107,9 @@ class Follower:
             raise InternalError(f"rank {self._seat.rank} of the sampler drew other tokens than rank 0")
         masks_of(self._engine).hear(masks)
         self._ended = fingerprint(self._engine.step())
+
+    def _compute_again(self, request_ids: Sequence[str], number: int) -> None:
+        compute_again(self._engine, request_ids, number)
 
     def _rest(self) -> None:
         give_back_at_rest(self._spare_bytes)

@@ -110,7 +110,7 @@ class Leader:
         draw_of(engine).seed(seed)
         self._masks = masks_of(engine)
         self._tell("seed", seed)
-        for name in ("add_request", "abort_request", "add_lora", "remove_lora"):
+        for name in ("add_request", "abort_request", "add_lora", "remove_lora", "compute_again"):
             setattr(engine, name, functools.partial(self._tell_after, name, getattr(engine, name)))
         engine.step = functools.partial(self._step, engine.step)
 

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,42 @@ from tinker_local.backend.vllm_engine.compat_vllm import (
     tower_prefixes,
 )
 from tinker_local.backend.vllm_engine.host_memory import new_vector
+from tinker_local.backend.vllm_engine.moved_sequences import TornSlotError
 from tinker_local.types import ApiError, InternalError, InvalidRequestError
 
 if TYPE_CHECKING:
     from tinker_local.backend.vllm_engine.rank_leader import Leader
+
+
+@dataclass(slots=True, eq=False)
+class _Target:
+    """Weights that move under running sequences, in one slot. `request`: vLLM's handle, the same for all versions.
+    `number`: of `version`, which is in the slot. `tower`: it changes the vision tower. `lora`: vLLM's
+    `LoRAModel` of it, in case vLLM drops it; None in a new engine. `broken`: why it is not in the
+    slot, after a change that failed."""
+
+    request: Any
+    version: AdapterVersion
+    number: int
+    tower: bool = False
+    lora: Any = None
+    broken: InternalError | None = None
+
+    def holds(self, version: AdapterVersion, number: int, lora: Any, *, tower: bool) -> None:
+        """Its slot is being written with `version`."""
+        self.version, self.number, self.lora, self.tower, self.broken = version, number, lora, tower, None
+
+    def starts_again(self) -> None:
+        """Another engine serves it."""
+        self.lora = None
+
+    def breaks(self, error: Exception) -> InternalError:
+        """The slot could not be written; what clients see."""
+        self.broken = InternalError(
+            f"the weights of {self.request.lora_name} could not be changed to those of its in-flight save "
+            f"{self.number} ({type(error).__name__}: {error}); save with kind='inflight' again"
+        )
+        return self.broken
 
 
 class VLLMAdapters:
@@ -36,6 +68,9 @@ class VLLMAdapters:
     vLLM keeps the most recent versions in memory. Instead of reading another from its folder, it calls `load`, which
     hands over what `prepare` made in another thread: the engine only copies it into a slot. If vLLM drops a version in
     use and needs it again within a step, `load` makes it on the spot.
+
+    A target has one LoRA id for all of its versions, and with it its sequences. Their keys and values are under the
+    name of the target and the salt of the request.
     """
 
     def __init__(self, max_rank: int, leader: "Leader | None" = None) -> None:
@@ -47,6 +82,8 @@ class VLLMAdapters:
         self._versions: dict[str, AdapterVersion] = {}  # those with a LoRARequest
         self._with_tower: set[str] = set()  # names of versions that change the vision tower
         self._preparing: dict[str, asyncio.Task[Any]] = {}
+        self._targets: dict[str, _Target] = {}  # only the engine thread changes it
+        self._target_ids: dict[int, _Target] = {}
         self._handed_over: Any = None  # a LoRAModel, during `add_lora`
         self._worker: Any = None
         self._family = OTHER
@@ -60,6 +97,8 @@ class VLLMAdapters:
         """Serve a new engine in place of the last."""
         self._worker = lora_worker(engine)
         config = engine.model_config
+        for target in self._targets.values():
+            target.starts_again()
         self._family = family_of(config.hf_config.model_type, config.model)
 
     def detach(self) -> None:
@@ -79,11 +118,26 @@ class VLLMAdapters:
         request = self._requests.get(version.name)
         if request is not None and holds_adapter(worker, request.lora_int_id):
             return None
-        task = self._preparing.get(version.name)
+        return await self._prepared(version.name, version, worker)
+
+    async def prepare_target(self, name: str, version: AdapterVersion, number: int) -> Any:
+        """As `prepare`, for `move`; None if the target has this version or a later one."""
+        worker, target = self._worker, self._targets.get(name)
+        if worker is None or (target is not None and self._serves(target, number, worker)):
+            return None
+        return await self._prepared(f"{name} {version.name}", version, worker)
+
+    @staticmethod
+    def _serves(target: _Target, number: int, worker: Any) -> bool:
+        """Whether nothing has to be read for a sequence that needs version `number` of `target`, or a later one."""
+        return target.number >= number and target.broken is None and holds_adapter(worker, target.request.lora_int_id)
+
+    async def _prepared(self, key: str, version: AdapterVersion, worker: Any) -> Any:
+        task = self._preparing.get(key)
         if task is None:
             task = asyncio.create_task(asyncio.to_thread(without_pool, self.make, version, worker))
-            self._preparing[version.name] = task
-            task.add_done_callback(lambda _: self._preparing.pop(version.name, None))
+            self._preparing[key] = task
+            task.add_done_callback(lambda _: self._preparing.pop(key, None))
         return await asyncio.shield(task)
 
     # On the engine's thread -----------------------------------------------------------------------------------------
@@ -113,6 +167,63 @@ class VLLMAdapters:
         self._requests[version.name], self._versions[version.name] = request, version
         return request
 
+    def move(self, name: str, version: AdapterVersion, number: int, engine: Any, prepared: Any) -> bool:
+        """Put `version` into the slot of a target; False if it has this one or a later one already. `prepared`: what
+        `prepare_target` gave. If the slot cannot be written, the target is broken until a later version is in it.
+
+        Raises what `make` raises, with the target as it was, and TornSlotError if it is broken.
+        """
+        target = self._targets.get(name)
+        if target is not None and target.number >= number:
+            if target.broken is not None:
+                raise TornSlotError(target.broken)
+            return False
+        if prepared is None:
+            prepared = self.make(version, self._worker)
+        from vllm.lora.request import LoRARequest
+
+        if target is None:
+            target = _Target(LoRARequest(name, next(self._ids), name), version, 0)
+            self._targets[name] = self._target_ids[target.request.lora_int_id] = target
+        self._write(target, version, number, engine, prepared)
+        return True
+
+    def _write(self, target: _Target, version: AdapterVersion, number: int, engine: Any, prepared: Any) -> None:
+        from vllm.lora.request import LoRARequest
+
+        lora_id = target.request.lora_int_id
+        prepared.id = lora_id
+        target.holds(version, number, prepared, tower=target.tower or version.name in self._with_tower)
+        self._handed_over = prepared
+        try:
+            engine.add_lora(LoRARequest(version.name, lora_id, str(version.path), load_inplace=True))
+        except Exception as error:
+            engine.remove_lora(lora_id)
+            raise TornSlotError(target.breaks(error)) from error
+        finally:
+            self._handed_over = None
+
+    def moving(self, name: str, engine: Any) -> tuple[Any, int, bool]:
+        """Of a target: vLLM's handle, the number of the version in its slot, and whether that changes the vision tower.
+        InternalError if it is broken."""
+        target = self._targets[name]
+        if target.broken is not None:
+            raise target.broken
+        if target.request.lora_int_id not in engine.list_loras():  # vLLM dropped it, or this is a new engine
+            lora = target.lora or self.make(target.version, self._worker)
+            try:
+                self._write(target, target.version, target.number, engine, lora)
+            except TornSlotError as torn:
+                raise torn.error from torn
+        return target.request, target.number, target.tower
+
+    def end_target(self, name: str, engine: Any) -> None:
+        """Remove a target that no request uses from the engine."""
+        target = self._targets.pop(name, None)
+        if target is not None:
+            del self._target_ids[target.request.lora_int_id]
+            engine.remove_lora(target.request.lora_int_id)
+
     def changes_tower(self, version: AdapterVersion) -> bool:
         """Whether `version`, which was requested, has its own image features."""
         return version.name in self._with_tower
@@ -129,6 +240,9 @@ class VLLMAdapters:
         """The `LoRAModel` of a `LoRARequest`; vLLM calls it instead of reading the folder."""
         prepared = self._handed_over
         if prepared is None or prepared.id != request.lora_int_id:
+            target = self._target_ids.get(request.lora_int_id)
+            if target is not None:
+                return target.lora
             prepared = self.make(self._versions[request.lora_name], self._worker)
             prepared.id = request.lora_int_id
         return prepared

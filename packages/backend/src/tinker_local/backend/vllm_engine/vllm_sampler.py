@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,13 @@ from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.sampling.process_sampler import SamplerSeat
 from tinker_local.backend.sampling.prompt_scores import prompt_questions
-from tinker_local.backend.sampling.sampler import SampleWork, scores_alone, token_budget, without_tokens
+from tinker_local.backend.sampling.sampler import (
+    MovingWeights,
+    SampleWork,
+    scores_alone,
+    token_budget,
+    without_tokens,
+)
 from tinker_local.backend.spare_memory import give_back_at_rest
 from tinker_local.backend.training.module_outputs import ModuleOutputs, watching
 from tinker_local.backend.training.rotations import Rotations
@@ -26,6 +32,7 @@ from tinker_local.backend.vllm_engine.compat_vllm import (
     masks_of,
     sequences_running,
     served_model,
+    why_not_in_flight,
 )
 from tinker_local.backend.vllm_engine.engine_inputs import (
     TokenStream,
@@ -38,6 +45,7 @@ from tinker_local.backend.vllm_engine.engine_inputs import (
 from tinker_local.backend.vllm_engine.engine_positions import engine_rotations
 from tinker_local.backend.vllm_engine.engine_thread import Engine, EngineRequest, EngineThread
 from tinker_local.backend.vllm_engine.grammar_process import GrammarProcess, Matcher
+from tinker_local.backend.vllm_engine.moved_sequences import Move, compute_again, moves, salt, with_moves
 from tinker_local.backend.vllm_engine.patches import EngineEvents
 from tinker_local.backend.vllm_engine.rank_leader import Leader
 from tinker_local.backend.vllm_engine.release_engine import release_engine
@@ -68,6 +76,7 @@ class VLLMSampler:
         self._images_encoded = 0  # only the engine thread writes it
         self.can_sleep = self.asleep = False
         self._spare_bytes = options.spare_bytes
+        self._moves_keys = options.moves_keys
         build = partial(self._build, options)
         self._engine: Engine = thread.add_engine(
             options.model,
@@ -79,6 +88,7 @@ class VLLMSampler:
         config = thread.call(self._engine, lambda engine: engine.model_config).result()
         self.max_context_length: int = config.max_model_len
         self.adapter_dtype = options.dtype or default_dtype()
+        self.why_not_in_flight = why_not_in_flight(options.adapters_per_step)
         self._vocab_size: int = config.get_vocab_size()
         self.routed: RoutedLayers | None = thread.call(self._engine, lambda engine: engine.routed).result()
         self._sees_images = sees_images(config)
@@ -97,6 +107,7 @@ class VLLMSampler:
             except RuntimeError:
                 release_engine(engine)
                 raise
+        engine.compute_again = partial(compute_again, engine)
         if self._leader is not None:
             self._leader.lead(engine)
         self._adapters.attach(engine)
@@ -158,6 +169,31 @@ class VLLMSampler:
         await asyncio.wrap_future(self._thread.when_idle(self._engine, version.name))
         await asyncio.wrap_future(self._thread.call(self._engine, partial(self._adapters.forget, version.name)))
 
+    async def publish(self, target: str, version: AdapterVersion, number: int) -> None:
+        """See `Sampler.publish`."""
+        with _as_api_errors():
+            prepared = await self._adapters.prepare_target(target, version, number)
+
+            def change(engine: Any) -> Callable[[Sequence[str]], Sequence[Move]] | None:
+                self._check_awake()
+                if not self._adapters.move(target, version, number, engine, prepared):
+                    return None
+                return partial(self._moved, engine, number)
+
+            await asyncio.wrap_future(self._thread.move(self._engine, target, change))
+
+    def _moved(self, engine: Any, number: int, request_ids: Sequence[str]) -> Sequence[Move]:
+        """What going on to version `number` is for sequences of a target."""
+        found = moves(engine, number, request_ids, again=self._moves_keys)
+        if self._moves_keys:
+            engine.compute_again(list(request_ids), number)
+        return found
+
+    async def end_target(self, target: str) -> None:
+        """Wait until no sample of `target` runs, then forget it."""
+        await asyncio.wrap_future(self._thread.when_idle(self._engine, target))
+        await asyncio.wrap_future(self._thread.call(self._engine, partial(self._adapters.end_target, target)))
+
     async def sample(self, work: SampleWork) -> SampleOutput:
         """Cancelling this aborts the samples in vLLM."""
         if work.grammar is None:
@@ -175,12 +211,15 @@ class VLLMSampler:
         params = engine_params(work, self.max_context_length, self._vocab_size, questions, matcher)
         prompt = engine_prompt(work.prompt)
         with _as_api_errors("" if work.grammar is None else f"{work.grammar.field}: "):
-            prepared = None if work.version is None else await self._adapters.prepare(work.version)
+            prepared = await self._prepared(work)
+            moved: Sequence[list[Move]] = [[] for _ in params]
 
             def make(engine: Any) -> EngineRequest:
                 self._check_awake()
                 if work.version is None:
                     return EngineRequest(prompt, params, None)
+                if work.moving is not None:
+                    return self._moving(work.moving, prompt, params, engine, moved)
                 lora = self._adapters.request(work.version, engine, prepared)
                 own = self._adapters.changes_tower(work.version)
                 return EngineRequest(with_own_features(prompt, work.version.name) if own else prompt, params, lora)
@@ -189,7 +228,31 @@ class VLLMSampler:
             submitted = self._thread.submit(self._engine, make, work.begun, work.ended, on_output)
             outputs = await asyncio.wrap_future(submitted)
         output = sample_output(outputs, work, questions)
+        if work.moving is not None:
+            cached = [0 if self._moves_keys else each.num_cached_tokens or 0 for each in outputs]
+            output = with_moves(output, work.moving, moved, cached)
         return without_tokens(output) if full else output
+
+    async def _prepared(self, work: SampleWork) -> Any:
+        """What the engine's thread loads for `work`."""
+        if work.version is None:
+            return None
+        if work.moving is None:
+            return await self._adapters.prepare(work.version)
+        await self.publish(work.moving.target, work.version, work.moving.number)  # as to a new process
+        return None
+
+    def _moving(
+        self, moving: MovingWeights, prompt: Any, params: tuple[Any, ...], engine: Any, moved: Sequence[list[Move]]
+    ) -> EngineRequest:
+        """A request whose weights move. Its keys, values and image features are under the client's namespace."""
+        lora, number, changes_tower = self._adapters.moving(moving.target, engine)
+        for each in moved:
+            each[:] = [Move(number)]
+        if changes_tower:
+            prompt = with_own_features(prompt, moving.namespace)
+        namespace = salt(moving.namespace, number) if self._moves_keys else moving.namespace
+        return EngineRequest(prompt | {"cache_salt": namespace}, params, lora, moved)
 
     def _fills_context(self, work: SampleWork) -> bool:
         """Whether `work` has room for no token, and needs none. Not if it ends with an image whose positions see the

@@ -13,6 +13,8 @@ from tinker_local.client.rl.advantages import Advantages as Advantages
 from tinker_local.client.rl.advantages import centered_returns as centered_returns
 from tinker_local.client.rl.advantages import centered_returns_to_go as centered_returns_to_go
 from tinker_local.client.rl.advantages import normalized_returns as normalized_returns
+from tinker_local.client.rl.asynchronous import AsyncStep as AsyncStep
+from tinker_local.client.rl.asynchronous import train_asynchronously as train_asynchronously
 from tinker_local.client.rl.chat import Chat as Chat
 from tinker_local.client.rl.chat import ChatTemplateError as ChatTemplateError
 from tinker_local.client.rl.conversation import Conversation as Conversation
