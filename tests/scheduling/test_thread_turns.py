@@ -31,7 +31,7 @@ class Calls:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
-        while not condition():
+        while not condition():  # noqa: ASYNC110  # set by threads
             await asyncio.sleep(0.001)
 
 
