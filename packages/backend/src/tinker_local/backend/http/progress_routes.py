@@ -138,7 +138,10 @@ async def log_metrics(run_id: str, request: Request, backend: Backend) -> dict[s
             raise InvalidRequestError(f"metrics.{name}: {value} is not a finite number")
     await backend.runs.get(run_id)
     if not await backend.curves.add_metrics(run_id, body.step, body.metrics):
-        raise InvalidRequestError(f"run_id: no more metrics of {run_id} are recorded: its curve is full, or the disk")
+        raise InvalidRequestError(
+            f"run_id: no more metrics of {run_id} are recorded: its curve is full, the disk, or the "
+            "storage of its owner"
+        )
     return {}
 
 

@@ -36,11 +36,13 @@ class Piece:
 
 
 class Curves:
-    """A file in `folder` for each run that has taken a step. One thread writes and reads them, in order, so no step
-    waits for the disk; what it does not take is lost, with a warning."""
+    """A file in `folder` for each run that has taken a step. One thread writes and reads them, those of a session in
+    order, so no step waits for the disk; what it does not take is lost, with a warning. `take`: counts bytes of a run,
+    or gives negative ones back; whether there is room for them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, take: Callable[[str, int], bool] = lambda run_id, size: True) -> None:
         self._folder = folder
+        self._take = take
         self._warned = -WARNING_SECONDS
 
     def add_step(self, run_id: str, point: Any) -> None:
@@ -68,9 +70,10 @@ class Curves:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             file = os.open(self._path(run_id), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                if (size := os.fstat(file).st_size) + len(content) > MOST_BYTES:
+                if (size := os.fstat(file).st_size) + len(content) > MOST_BYTES or not self._take(run_id, len(content)):
                     return False
                 if os.write(file, content) < len(content):
+                    self._take(run_id, -len(content))
                     os.truncate(file, size)  # a full disk; half a line would make the next one unreadable
                     raise OSError("there is no room on the disk")
             finally:
@@ -98,6 +101,10 @@ class Curves:
             except ValueError:  # `after` was within a line, or a power cut tore one
                 continue
         return Piece(lines, min(after, size) + len(whole), size > MOST_BYTES - 1024)
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each curve; blocks."""
+        return {unquote(path.stem): path.stat().st_size for path in self._folder.glob("*.jsonl")}
 
     def _keep(self, run_ids: "Callable[[Collection[str]], Collection[str]]") -> None:
         if not self._folder.is_dir():
