@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from tinker_local.backend.threads import ACTING, Threads, Turns, Who, acting_for
+from tinker_local.backend.threads import ACTING, Places, Threads, Turns, Who, acting_for
 
 
 class Calls:
@@ -111,3 +111,24 @@ def test_turns_forget_who_has_nothing() -> None:
     assert turns.take() == (Who("alice", "1"), "a3")
     turns.ended(Who("alice", "1"))
     assert (len(turns), turns._waiting, turns._running, turns._running_of) == (0, {}, {}, {})
+
+
+async def test_places_of_one_owner_are_left_to_others_in_turn() -> None:
+    """As those where grammars are compiled: one of Bob is not behind all of Alice's."""
+    places, inside, end = Places(4, 3), list[str](), asyncio.Event()
+
+    async def use(owner: str) -> None:
+        async with places.turn(Who(owner)):
+            inside.append(owner)
+            await end.wait()
+
+    alices = [asyncio.create_task(use("alice")) for _ in range(20)]
+    await until(lambda: len(inside) == 3)
+    bobs = [asyncio.create_task(use("bob")) for _ in range(2)]
+    await until(lambda: len(inside) == 4)
+    alices.pop(0).cancel()
+    await until(lambda: len(inside) == 5)
+    assert inside == ["alice"] * 3 + ["bob"] * 2  # the one with fewer is next
+    end.set()
+    await asyncio.gather(*alices, *bobs)
+    assert len(places._turns) == 0

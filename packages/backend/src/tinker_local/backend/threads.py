@@ -19,9 +19,9 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +43,9 @@ class Who(NamedTuple):
     session_id: str = ""
 
 
-ACTING: ContextVar[Who] = ContextVar("acting", default=Who())  # noqa: B039  # a named tuple does not change
+THE_SERVER = Who()
+
+ACTING: ContextVar[Who] = ContextVar("acting", default=THE_SERVER)
 
 
 @contextmanager
@@ -138,6 +140,46 @@ class Turns(Generic[T]):
                 if not count:
                     break
         return best
+
+
+class Places:
+    """`count` places that owners, and sessions, have in turns; the rest as for `Turns`. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        count: int,
+        of_owner: int | None = None,
+        of_session: int | None = None,
+        may: Callable[[str], bool] = lambda owner: True,
+    ) -> None:
+        self._count = count
+        self._may = may
+        self._turns: Turns[asyncio.Future[None]] = Turns(of_owner, of_session)
+
+    @asynccontextmanager
+    async def turn(self, who: Who) -> AsyncIterator[None]:
+        """A place inside."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._turns.wait(who, turn)
+        self.give()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                self._turns.ended(who)
+            else:
+                self._turns.forget(who, turn)
+            self.give()
+
+    def give(self) -> None:
+        """Give the places that are free; call it when an owner may have one that it might not."""
+        while len(self._turns) < self._count and (found := self._turns.take(self._may)) is not None:
+            who, turn = found
+            if turn.cancelled():
+                self._turns.ended(who)
+            else:
+                turn.set_result(None)
 
 
 def count_out(counts: Counter[K], key: K, count: int = 1) -> None:

@@ -1,15 +1,13 @@
 """Whose images are rendered next. Owners share the threads for it, and the memory of what was rendered; sessions share
 those of their owner."""
 
-from asyncio import Future, get_running_loop
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
 from tinker_local.backend.heap import memory_of_machine
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.scheduling.shared_bytes import SharedBytes
-from tinker_local.backend.threads import Turns, Who
+from tinker_local.backend.threads import Places, Who
 
 MOST_RENDERED_BYTES = max(4 * 2**30, memory_of_machine() // 4)
 """Of the images of all prompts in flight, and as many of all gradients that are prepared. An owner may have as many as
@@ -29,35 +27,12 @@ class ImageTurns:
 
     def __init__(self, threads: int, most: int = MOST_RENDERED_BYTES) -> None:
         self.memory = SharedBytes(most)
-        self._threads = threads
-        self._turns: Turns[Future[None]] = Turns(threads - 1, max(1, threads - 2))
+        self._places = Places(threads, threads - 1, max(1, threads - 2), lambda owner: not self.memory.over(owner))
         self._uses: Counter[tuple[str, int]] = Counter()  # of images, by owner and identity
 
-    @asynccontextmanager
-    async def turn(self, owner: str, session_id: str) -> AsyncIterator[None]:
+    def turn(self, owner: str, session_id: str) -> AbstractAsyncContextManager[None]:
         """A thread for one prompt, or for a slice of a gradient."""
-        who, turn = Who(owner, session_id), get_running_loop().create_future()
-        self._turns.wait(who, turn)
-        self._give_turns()
-        try:
-            await turn
-            yield
-        finally:
-            if turn.done() and not turn.cancelled():
-                self._turns.ended(who)
-            else:
-                self._turns.forget(who, turn)
-            self._give_turns()
-
-    def _give_turns(self) -> None:
-        while len(self._turns) < self._threads and (
-            found := self._turns.take(lambda owner: not self.memory.over(owner))
-        ):
-            who, turn = found
-            if turn.cancelled():
-                self._turns.ended(who)
-            else:
-                turn.set_result(None)
+        return self._places.turn(Who(owner, session_id))
 
     def keep(self, owner: str, prompt: RenderedInput) -> None:
         """Count the images of a prompt until `drop`; each once for its owner, if many prompts have it."""
@@ -66,7 +41,7 @@ class ImageTurns:
     def drop(self, owner: str, prompt: RenderedInput) -> None:
         """Count a prompt no more."""
         self._use(owner, prompt, -1)
-        self._give_turns()
+        self._places.give()
 
     def _use(self, owner: str, prompt: RenderedInput, more: int) -> None:
         for key, image in {id(placed.image): placed.image for placed in prompt.images}.items():
