@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
+from cachetools import LRUCache
 from tinker_local.backend.storage import tables
 from tinker_local.backend.storage.metadata import Owned
 from tinker_local.backend.storage.records import CheckpointRecord
@@ -47,6 +48,7 @@ class StorageQuota:
         self.curve_sizes: Callable[[], Mapping[str, int]] = dict
         self._kept: Counter[str] | None = None  # bytes of records and curves, once they were counted
         self._counting = threading.RLock()
+        self._owners: LRUCache[str, str] = LRUCache(4096)  # of sessions
 
     def used(self) -> dict[str, int]:
         """The bytes of each owner that has any."""
@@ -147,10 +149,18 @@ class StorageQuota:
         return max(0, self._records_and_curves()[owner] - FREE_BYTES)
 
     def owner_of(self, run_id: str) -> str | None:
-        """Who owns the session of a training run."""
-        query = sa.select(tables.sessions.c.owner).where(tables.sessions.c.session_id == run_id.partition(":")[0])
+        """Who owns the session of a training run, which never changes."""
+        session_id = run_id.partition(":")[0]
+        with self._counting:
+            if (known := self._owners.get(session_id)) is not None:
+                return known
+        query = sa.select(tables.sessions.c.owner).where(tables.sessions.c.session_id == session_id)
         with self._engine.connect() as connection:
-            return connection.execute(query).scalar()
+            owner: str | None = connection.execute(query).scalar()
+        if owner is not None:
+            with self._counting:
+                self._owners[session_id] = owner
+        return owner
 
     def check_new_run(self, owner: str) -> None:
         """InvalidRequestError if `owner` is over the limit: every run may leave one more autosave."""
