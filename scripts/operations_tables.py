@@ -163,7 +163,16 @@ LIMITS: dict[str, dict[str, str]] = {
         "tokens of prompts in an answer": "http.openai_answers.MAX_ECHOED",
         "bytes of tokens and logprobs that wait for the client of a stream, and for those of all; an owner may have as "
         "many as are left": "control.completions.MOST_WAITING control.completions.MOST_UNREAD",
-        "tools of a request": "http.tool_fields.MOST_TOOLS",
+        "JSON values of a conversation outside of its texts, and more for each position of the context": (
+            "http.weighing.FREE_VALUES http.weighing.VALUES_PER_POSITION"
+        ),
+        "messages of a conversation with their parts and calls, and positions of the context for one more": (
+            "http.weighing.FREE_PARTS http.weighing.POSITIONS_PER_PART"
+        ),
+        "tools of a request, and characters of the parameters of one": (
+            "http.tool_fields.MOST_TOOLS http.tool_fields.MOST_SCHEMA"
+        ),
+        "characters of a grammar that is given as JSON text": "rendering.grammar.MAX_WRITTEN",
         "characters of a grammar, and objects within each other in a JSON schema": (
             "rendering.grammar.MAX_CHARACTERS rendering.grammar.MAX_NESTING"
         ),
@@ -184,7 +193,11 @@ LIMITS: dict[str, dict[str, str]] = {
         ),
         "characters of a display name, a project, a tag and a key of metadata": "control.sessions.LONGEST_NAME",
         "characters of a value of metadata": "control.sessions.LONGEST_VALUE",
+        "characters of all metadata of a session, run or checkpoint": "control.sessions.LONGEST_METADATA",
         "tags of a session, and entries of metadata": "control.sessions.MOST_ENTRIES",
+        "bytes of records of sessions, metadata and curves of an owner that do not count as its storage": (
+            "storage.storage_quota.FREE_BYTES"
+        ),
         "characters that are kept of the detail of a `finish`": "control.sessions.LONGEST_DETAIL",
         "characters of an idempotency key": "control.checkpoints.LONGEST_KEY",
         "seconds of a TTL": "control.checkpoint_lifetime.MAX_TTL",

@@ -212,8 +212,8 @@ async def seen(api: Api, key: str) -> list[Any]:
 @pytest.mark.mutation(
     "ids-of-others-in-paths",
     "check_own_path",
-    '    if not _open_to_all(request.scope["path"]):\n        await check_ids',
-    "    if False:\n        await check_ids",
+    "        await check_ids(request, request.path_params)",
+    "        pass",
 )
 @pytest.mark.mutation(
     "ids-of-others-in-bodies",

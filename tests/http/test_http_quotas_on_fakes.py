@@ -20,6 +20,7 @@ from tinker_local.backend.http import connections
 from tinker_local.backend.http.access import Keys
 from tinker_local.backend.options import OwnerQuota
 from tinker_local.backend.scheduling.quotas import Amounts, Owners, Quotas
+from tinker_local.backend.storage import storage_quota
 
 from tests.http.conftest import BASE, Api, StartApi
 from tests.http.test_http_back_pressure_on_fakes import ADAM, Served, datum, served
@@ -439,3 +440,30 @@ def test_sdk_beyond_other_quotas_stops_at_once_and_goes_on_after_a_deletion_on_f
         client.optim_step(ADAM).result(timeout=60)
         service.create_rest_client().delete_checkpoint_from_tinker_path(first).result(timeout=60)
         assert client.save_state("again").result(timeout=60).path
+
+
+async def test_metadata_and_curves_count_in_the_storage_of_their_owner_on_fakes(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise they fill the disk under any quota: they are kept for as long as the records of sessions are."""
+    monkeypatch.setattr(storage_quota, "FREE_BYTES", 40_000)
+    api = await start("alice:storage=0")
+    alice, bob = as_owner(api, ALICE), as_owner(api, BOB)
+    session = {"type": "create_session", "user_metadata": {f"k{at}": "x" * 4000 for at in range(3)}}
+    codes = [(await alice.post("create_session", session)).status_code for _ in range(5)]
+    assert codes == [200, 200, 200, 400, 400]
+    told = (await alice.post("create_session", session)).json()["detail"]
+    assert told.startswith("create_session: records of sessions, their metadata and curves of the owner 'alice' take ")
+    assert (await bob.post("create_session", session)).status_code == 200
+    model = await alice.model(await alice.session())
+    line = {"metrics": {f"{at}{'m' * 100}": 1.0 for at in range(64)}}
+    answer = await alice.post(f"training_runs/{model}/metrics", line)
+    assert "or the storage of its owner" in answer.text
+    api.backend.store.quota.recount()  # as after a restart
+    assert (await alice.post("create_session", session)).status_code == 400
+
+
+async def test_a_session_has_so_much_metadata_and_no_more_on_fakes(api: Api) -> None:
+    session = {"type": "create_session", "user_metadata": {f"k{at}": "x" * 4000 for at in range(5)}}
+    answer = await api.post("create_session", session)
+    assert (answer.status_code, "characters in all are more than 16384" in answer.text) == (400, True)

@@ -157,6 +157,26 @@ async def test_thousands_of_silent_sessions_end_a_few_at_a_time_on_fakes(
     assert not api.backend.sampling._of_session
 
 
+async def test_heartbeats_that_wait_while_the_server_is_stopped_are_read_before_sessions_end_on_fakes(
+    start_api: StartApi,
+) -> None:
+    """As by SIGSTOP, `docker pause`, or a virtual machine that moves: the server was silent, not its clients."""
+    api = await start_api(session_timeout=100)
+    control = api.backend.sessions
+    ids = [await api.session() for _ in range(3)]
+    await control.end_silent(5)
+    control._looked_at -= 1000  # it was stopped for so long
+    for session in control._live.values():
+        session.last_heartbeat -= 1004
+    control._live[ids[2]].last_heartbeat -= 110  # it was silent before
+    await control.end_silent(5)
+    assert [control.is_live(session) for session in ids] == [True, True, False]
+    await api.ok("session_heartbeat", {"session_id": ids[0], "type": "session_heartbeat"})
+    control._live[ids[1]].last_heartbeat -= 100
+    await control.end_silent(5)
+    assert [control.is_live(session) for session in ids] == [True, False, False]
+
+
 def limit_versions(api: Api, size: int) -> None:
     """Let the ephemeral versions of a session have `size` bytes."""
     api.backend.quotas.session = replace(api.backend.quotas.session, ephemeral_bytes=size)

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from tinker_local.backend.threads import Threads
 from tinker_local.types import ForwardBackwardRequest
 from tinker_local.types.codec import encode_forward_backward_request
 
@@ -78,6 +79,7 @@ async def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         return done
 
     monkeypatch.setattr(loop, "run_in_executor", run_at_once)
+    monkeypatch.setattr(Threads, "_begin", Threads._work)
 
 
 async def travelled(api: Any, path: str, **content: Any) -> list[str]:

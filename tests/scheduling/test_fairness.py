@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinker_local.backend.scheduling.fairness import FairQueue, gradient_cost
+from tinker_local.backend.scheduling.fairness import LEAST_TURN, FairQueue, gradient_cost
 
 
 class Command(NamedTuple):
@@ -26,6 +26,7 @@ class Model:
     session_id: str
     offers: list[Command] = field(default_factory=list)
     ready: bool = True
+    owner: str = "local"
 
     @property
     def idle(self) -> bool:
@@ -118,19 +119,48 @@ def test_quantum_must_be_something_to_halve() -> None:
         FairQueue(1)
 
 
+def test_owner_takes_as_much_as_the_next_gradient_of_another_while_that_has_one() -> None:
+    alices = [Model(f"a{at}", [gradient(300)] * 20, owner="alice") for at in range(20)]
+    bob = Model("b", [gradient(2000)], owner="bob")
+    fair = queue(8192, *alices, bob)
+    batch = fair.take_batch(65_536)
+    assert [offer.cost for whose, offer in batch if whose is bob] == [2000]
+    assert sum(offer.cost for whose, offer in batch if whose is not bob) <= 2000
+    assert sum(offer.cost for _, offer in fair.take_batch(65_536)) > 20 * 300  # alone she takes all
+
+
+def test_owner_that_owes_for_steps_pays_before_it_runs_more_of_them_and_others_are_first() -> None:
+    alices = [Model(f"a{at}", [Command(128, 0)] * 10, owner="alice") for at in range(20)]
+    bob = Model("b", [gradient(64), Command(128, 0)], owner="bob")
+    fair = queue(8192, *alices, bob)
+    taken = 0
+    while fair.take_step() is not None:
+        taken += 1
+    assert taken == LEAST_TURN // 128
+    assert [whose for whose, _ in fair.take_batch(65_536)] == [bob]
+    assert bob in [step[0] for _ in range(2) if (step := fair.take_step()) is not None]
+    while any(model.offers for model in alices):  # alone she owes no one
+        assert fair.take_step() is not None or fair.take_batch(65_536) == []
+
+
+def _command(cost: int) -> Command:
+    return Command(cost, 0) if cost % 7 == 0 else gradient(cost)
+
+
 @given(
     quantum=st.integers(2, 300),
     budget=st.integers(1, 1000),
     sessions=st.lists(
         st.lists(st.lists(st.integers(1, 200), min_size=1, max_size=8), min_size=1, max_size=4), max_size=4
     ),
+    owners=st.integers(1, 3),
 )
 def test_everything_is_taken_once_in_order_and_in_budget(
-    quantum: int, budget: int, sessions: list[list[list[int]]]
+    quantum: int, budget: int, sessions: list[list[list[int]]], owners: int
 ) -> None:
     """Costs that are multiples of seven are steps."""
     models = [
-        Model(f"s{at}", [Command(cost, 0) if cost % 7 == 0 else gradient(cost) for cost in commands])
+        Model(f"s{at}", [_command(cost) for cost in commands], owner=f"o{at % owners}")
         for at, session in enumerate(sessions)
         for commands in session
     ]

@@ -86,8 +86,8 @@ async def test_the_owner_and_the_session_with_the_fewest_are_next() -> None:
     assert renderings.inside[2:] == ["alice/2/1", "alice/1/2"]
     await renderings.cancel("alice/1/3")
     await renderings.end("alice/1/2", "alice/2/1", "bob/1/1", "bob/2/0")
-    turns = renderings._turns
-    assert [*turns._waiting, *turns._of_owner, *turns._of_session] == []
+    turns = renderings._turns._places._turns
+    assert [*turns._waiting, *turns._running, *turns._running_of] == []
 
 
 async def test_a_turn_that_was_just_given_to_one_that_gives_up_goes_to_the_next() -> None:
@@ -101,7 +101,7 @@ async def test_a_turn_that_was_just_given_to_one_that_gives_up_goes_to_the_next(
     await settled()
     assert renderings.inside == ["alice/1/2"]
     await renderings.cancel("alice/1/2")
-    assert not turns._of_owner
+    assert not turns._places._turns._running
 
 
 async def test_prompts_are_rendered_only_while_their_owner_has_memory_left() -> None:

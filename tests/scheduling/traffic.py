@@ -14,6 +14,7 @@ from tinker_local.backend.scheduling.operations import Operation, OperationKind
 from tinker_local.backend.scheduling.quotas import Quotas
 from tinker_local.backend.scheduling.run_queue import COPY_COST, Bounds, GradientCommand, Load, RunQueue, StepCommand
 from tinker_local.backend.scheduling.train_scheduler import LONGEST_WAIT, TrainScheduler
+from tinker_local.backend.storage.records import LOCAL_OWNER
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
 from tinker_local.types import ApiError, GoneError, InvalidRequestError, TooManyRequestsError
 
@@ -101,9 +102,11 @@ class World:
 
     # Models and commands ---------------------------------------------------------------------------------------------
 
-    def open(self, session_id: str, *, gap_patience: float = 360.0, released: bool = True) -> Model:
+    def open(
+        self, session_id: str, *, gap_patience: float = 360.0, released: bool = True, owner: str = LOCAL_OWNER
+    ) -> Model:
         """A model; one that is not `released` waits until everything begins to run, a second after `finish`."""
-        model = Model(self.scheduler.open(f"{session_id}:{len(self.models)}", session_id, gap_patience))
+        model = Model(self.scheduler.open(f"{session_id}:{len(self.models)}", session_id, gap_patience, owner))
         if released:
             self.scheduler.release(model.queue)
         self.models.append(model)

@@ -9,6 +9,9 @@ import selectors
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
+
+from tinker_local.backend.threads import Threads
 
 
 class _Jump(selectors.DefaultSelector):
@@ -83,4 +86,5 @@ def run(main: Callable[[VirtualLoop], Any]) -> Any:
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         loop = runner.get_loop()
         assert isinstance(loop, VirtualLoop)
-        return runner.run(main(loop))
+        with mock.patch.object(Threads, "_begin", lambda threads: loop.call_soon(threads._work)):
+            return runner.run(main(loop))

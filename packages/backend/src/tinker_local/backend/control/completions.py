@@ -9,9 +9,11 @@ import json
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Protocol
 
 from tinker_local.backend.control.callers import Caller
 from tinker_local.backend.control.sample_prompts import Prompt
@@ -20,7 +22,7 @@ from tinker_local.backend.control.sessions import Sessions
 from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.rendered_input import ReadPrompt, RenderedInput
 from tinker_local.backend.rendering.text import ChatMessage, TemplateValue, TextCodec
-from tinker_local.backend.rendering.tools import OfferedTools, ReplyForm, Tool, ToolFormat
+from tinker_local.backend.rendering.tools import OfferedTools, ReplyForm, ToolFormat
 from tinker_local.backend.sampling.sampler import DrawnTokens, Penalties
 from tinker_local.backend.scheduling.operations import Operation, Operations
 from tinker_local.backend.scheduling.quotas import TOPK_BYTES
@@ -108,6 +110,16 @@ class Drawing:
 
     prompt: int
     tokens: DrawnTokens
+
+
+class Conversation(Protocol):
+    """A request of another API. Both take as long as it is: call them in a thread."""
+
+    def as_chat(self) -> Sequence[ChatMessage]:
+        """Its messages as templates take them."""
+
+    def offered(self) -> OfferedTools | None:
+        """The tools that the model may call; InvalidRequestError."""
 
 
 class WaitingTokens:
@@ -364,29 +376,24 @@ class Completions:
                 raise _about_model(error, name) from None
         return own.samplers[name], first
 
+    @contextmanager
+    def accepted(self, named: Named, size: int) -> Iterator[None]:
+        """Count a request of `size` bytes for its owner, from before its prompt is rendered until `sample`, which is
+        called when this ends; TooManyRequestsError as there."""
+        session_id, owner = named.session.record.session_id, named.session.owner
+        self._sampling.in_flight.check(session_id, owner, size)
+        leave = self._sampling.in_flight.enter(session_id, owner, size)
+        try:
+            yield
+        finally:
+            leave()
+
     async def chat_prompt(
-        self,
-        named: Named,
-        messages: Sequence[ChatMessage],
-        variables: Mapping[str, TemplateValue],
-        *,
-        go_on: bool = False,
-        tools: Sequence[Tool] = (),
-        control_tokens: Collection[str] = (),
-        no_thoughts: bool = False,
-    ) -> Prompt:
-        """A conversation as the model reads it. `control_tokens`: see `as_tokens` of `TextCodec.chat`, which has
-        `no_thoughts` too."""
-        texts = [part for message in messages for part in message.parts if isinstance(part, str)]
-        texts += [call.arguments for message in messages for call in message.calls]
-        functions = [tool.as_function() for tool in tools]
-        _check_length(texts, named, "messages")
-        _check_length([json.dumps(function) for function in functions], named, "tools")
-        chat = partial(
-            named.text.chat, go_on=go_on, functions=functions, as_tokens=control_tokens, no_thoughts=no_thoughts
-        )
-        images = tuple(field for message in messages for field in message.image_fields)
-        return Prompt(await RENDERING.run(chat, messages, variables), "messages", images)
+        self, named: Named, conversation: Conversation, variables: Mapping[str, TemplateValue], **how: Any
+    ) -> tuple[Prompt, OfferedTools | None]:
+        """A conversation as the model reads it, and the tools that it offers. `how`: `go_on`, `as_tokens` and
+        `no_thoughts` of `TextCodec.chat`."""
+        return await RENDERING.run(_chat_prompt, named, conversation, variables, how)
 
     async def form(self, named: Named, offered: OfferedTools) -> ReplyForm:
         """How the replies to an offer of tools are sampled and read."""
@@ -451,6 +458,21 @@ class Completions:
             answer.close()
             raise
         return answer
+
+
+def _chat_prompt(
+    named: Named, conversation: Conversation, variables: Mapping[str, TemplateValue], how: Mapping[str, Any]
+) -> tuple[Prompt, OfferedTools | None]:
+    """`Completions.chat_prompt`; blocks for as long as the conversation is."""
+    offered = conversation.offered()
+    messages = conversation.as_chat()
+    texts = [part for message in messages for part in message.parts if isinstance(part, str)]
+    texts += [call.arguments for message in messages for call in message.calls]
+    functions = [] if offered is None else [tool.as_function() for tool in offered.tools]
+    _check_length(texts, named, "messages")
+    _check_length([json.dumps(function) for function in functions], named, "tools")
+    images = tuple(field for message in messages for field in message.image_fields)
+    return Prompt(named.text.chat(messages, variables, functions=functions, **how), "messages", images), offered
 
 
 def _event_bytes(request: SampleRequest, streamed: bool) -> int:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 from tinker_local.backend.control.autosaves import Autosaves
@@ -145,7 +146,8 @@ class ControlPlane:
             if model.supervision is not None:
                 model.supervision.adapters = RestoreRuns(model, self.store, self.runs, uses)
         self.exports = Exports(self.store, uses, signatures, self._clock)
-        self.curves = Curves(options.data_dir / "curves")
+        self.curves = Curves(options.data_dir / "curves", self.store.take_curve)
+        self.store.quota.curve_sizes = self.curves.sizes
         self.logs = None if options.watch_logs is None else WatchedLogs(options.watch_logs)
         loads = LoadWeights(self.store, self.models, self.sessions, self.runs, uses)
         saves = SaveWeightsForSampler(self.store, self.folders, versions, self.sampling)
@@ -236,7 +238,7 @@ class ControlPlane:
             await asyncio.sleep(pause)
             self.operations.forget_old()
             for chore in (
-                *(self._look_at_disk, self.sessions.end_silent, self.checkpoints.sweep),
+                *(self._look_at_disk, partial(self.sessions.end_silent, pause), self.checkpoints.sweep),
                 *(self._prune, self.traces.forget_old),
             ):
                 try:
@@ -250,6 +252,7 @@ class ControlPlane:
     async def _prune(self) -> None:
         if await self.sessions.prune(timedelta(days=self.options.keep_sessions)):
             await self.curves.keep(self.store.existing_runs)
+            self.store.quota.recount()
 
     async def _end_session(self, session_id: str, end: SessionEnd) -> None:
         """Free everything that a session holds; one failure does not stop the rest. If its client did not finish as it

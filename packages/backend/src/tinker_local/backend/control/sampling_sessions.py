@@ -56,7 +56,7 @@ from tinker_local.backend.scheduling.sample_turns import SamplerQueue
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.records import ADMIN, LOCAL_OWNER, CheckpointRecord, SamplingSessionRecord
 from tinker_local.backend.storage.store import Store
-from tinker_local.backend.threads import DATABASE, DISK
+from tinker_local.backend.threads import DATABASE, DISK, Who
 from tinker_local.types import (
     CreateSamplingSessionRequest,
     GoneError,
@@ -523,6 +523,7 @@ class Sampling:
             grammar=besides.grammar,
             penalties=besides.penalties,
             routes=records_routes,
+            who=Who(session.owner, session.record.session_id),
         )
         queue = self._in_samplers.setdefault(session.base, SamplerQueue())
         session_id, sampler = session.record.session_id, session.base.engines.sampler

@@ -34,6 +34,8 @@ LONGEST_NAME = 256
 """Characters of a session's name, of a tag and of a key of metadata."""
 LONGEST_VALUE = 4096
 """Characters of a value of metadata."""
+LONGEST_METADATA = 16_384
+"""Characters of all metadata of a session, run or checkpoint, which listings read."""
 MOST_ENTRIES = 64
 """Tags of a session, and entries of metadata."""
 
@@ -47,6 +49,8 @@ def check_user_metadata(metadata: Mapping[str, Any] | None) -> None:
         if not isinstance(value, str):
             raise InvalidRequestError(f"user_metadata[{name!r}]: must be a text, not {type(value).__name__}")
         check_at_most(len(value), LONGEST_VALUE, f"user_metadata[{name!r}]", "characters")
+    characters = sum(len(name) + len(value) for name, value in (metadata or {}).items())
+    check_at_most(characters, LONGEST_METADATA, "user_metadata", "characters in all")
     PromptLayout.of(metadata or {})
 
 
@@ -116,7 +120,7 @@ class SessionStatus:
     detail: str | None = None
 
 
-BATCH = 500
+BATCH = 100
 """Sessions read at a time; they are filtered in Python, so that text compares the same on every database."""
 
 
@@ -150,6 +154,7 @@ class Sessions:
         self._on_end = on_end
         self._live: dict[str, Session] = {}
         self._prune_at = 0.0
+        self._looked_at = asyncio.get_running_loop().time()
 
     async def create(
         self,
@@ -263,8 +268,13 @@ class Sessions:
                 finally:
                     del self._live[session_id]
 
-    async def end_silent(self) -> None:
-        """End the sessions whose heartbeats have stopped."""
+    async def end_silent(self, every: float = 0.0) -> None:
+        """End the sessions whose heartbeats have stopped. It is called `every` so many seconds. If it was not, the
+        server was stopped or too busy to read heartbeats, which may wait to be read now: that time is not silence."""
+        looked, self._looked_at = self._looked_at, asyncio.get_running_loop().time()
+        if (missed := self._looked_at - looked - every) > every > 0:
+            for session in self._live.values():
+                session.last_heartbeat = min(time.monotonic(), session.last_heartbeat + missed)
         limit = time.monotonic() - self._timeout
         silent = [s for s in self._live.values() if s.heartbeats and s.ended is None and s.last_heartbeat < limit]
         for session in silent:

@@ -35,7 +35,7 @@ from tinker_local.backend.scheduling.run_queue import Bounds, GradientCommand, S
 from tinker_local.backend.storage.curves import Curves
 from tinker_local.backend.storage.names import AUTOSAVE, check_checkpoint_name
 from tinker_local.backend.storage.store import Store
-from tinker_local.backend.threads import DISK, IMAGE_THREADS, MEASURING, PREPARING, PREPARING_IMAGES
+from tinker_local.backend.threads import ACTING, DISK, IMAGE_THREADS, MEASURING, PREPARING, PREPARING_IMAGES, Who
 from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss import Loss, make_train_datum
 from tinker_local.backend.training.losses.recorded import FindRecord
@@ -187,6 +187,7 @@ class Training:
     async def _prepared(self, owner: str, session_id: str, steps: Steps) -> TrainWork:
         """What `steps` return, in a thread. Every request has it for one slice at a time, so that a small one waits
         for slices of the others; text never waits for images. Cancelling it ends it after the slice."""
+        ACTING.set(Who(owner, session_id))  # in the task of this preparation, which some other request may have begun
         spent, images = 0.0, False
         while True:
             if images:

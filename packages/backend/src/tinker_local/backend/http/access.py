@@ -25,7 +25,7 @@ from tinker_local.backend.http.error_responses import api_of
 from tinker_local.backend.scheduling.quotas import Owners
 from tinker_local.backend.storage.metadata import Owned
 from tinker_local.backend.storage.names import parse_tinker_path
-from tinker_local.backend.threads import DATABASE
+from tinker_local.backend.threads import ACTING, DATABASE, Who, acting_for, count_out
 from tinker_local.types import (
     ApiError,
     AuthenticationError,
@@ -218,11 +218,10 @@ class RequireKey:
                 return
             self._open[caller.owner] += 1
             try:
-                await self._app(scope, receive, send)
+                with acting_for(caller.owner):
+                    await self._app(scope, receive, send)
             finally:
-                self._open[caller.owner] -= 1
-                if not self._open[caller.owner]:
-                    del self._open[caller.owner]
+                count_out(self._open, caller.owner)
             return
         await self._app(scope, receive, send)
 
@@ -287,7 +286,8 @@ class RequireOwnMachine:
             await error_responses.answer(error, scope["path"])(scope, receive, send)
             return
         scope[CALLER] = LOCAL
-        await self._app(scope, receive, send)
+        with acting_for(LOCAL.owner):
+            await self._app(scope, receive, send)
 
 
 def _refusal(headers: Headers, origins: Collection[str]) -> str | None:
@@ -368,13 +368,22 @@ async def check_ids(request: Request, ids: Mapping[str, object]) -> None:
 async def check_own_path(request: Request) -> None:
     """`check_ids` of what a route's path names, for every route."""
     if not _open_to_all(request.scope["path"]):
+        _act_for(request, request.path_params)
         await check_ids(request, request.path_params)
+
+
+def _act_for(request: Request, ids: Mapping[str, object]) -> None:
+    """Until the request ends, its work is of the session that it names."""
+    named = (id_ for field in OWNED if isinstance(id_ := ids.get(field), str))
+    if session_id := next(named, "").partition(":")[0]:
+        ACTING.set(Who(caller_of(request).owner, session_id))
 
 
 async def check_own_body(request: Request, body: Frozen) -> None:
     """`check_ids` of what a body names, and `check_readable` of its checkpoints, for every body. A wrong access token
     in it counts as a wrong key."""
     request.scope[BODY] = body
+    _act_for(request, {field: getattr(body, field, None) for field in OWNED})
     if isinstance(model := getattr(body, "model", None), str):
         request.scope[NAMED_MODEL] = {"model": model}
     if not cast(Keys, request.app.state.keys).knows(getattr(body, "weights_access_token", None)):

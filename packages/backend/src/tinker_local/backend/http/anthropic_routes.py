@@ -14,11 +14,10 @@ from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.control.sample_prompts import Prompt
 from tinker_local.backend.http.access import Backend
 from tinker_local.backend.http.anthropic_bodies import Conversation, MessagesBody
-from tinker_local.backend.http.bodies import parse
+from tinker_local.backend.http.bodies import BODY_BYTES, parse
 from tinker_local.backend.http.event_stream import WholeAnswer, begun, event, unless_left
 from tinker_local.backend.http.openai_answers import prompt_fields, whole
-from tinker_local.backend.http.openai_routes import model_of
-from tinker_local.backend.http.sampling_routes import body_limits
+from tinker_local.backend.http.openai_routes import conversation_limits, model_of
 from tinker_local.backend.rendering.tools import CallPiece, OfferedTools, Reply, ReplyForm, ReplyPiece
 from tinker_local.backend.threads import ENCODING
 from tinker_local.types import SampleOutput
@@ -31,18 +30,20 @@ Json = dict[str, Any]
 
 @router.post("/messages/count_tokens")
 async def count_tokens(request: Request, backend: Backend) -> Json:
-    body = await parse(request, Conversation, *body_limits(backend))
+    body = await parse(request, Conversation, *conversation_limits(backend))
     named = await model_of(request, backend, body.model)
-    prompt, _ = await _asked(backend, body, named)
-    return {"input_tokens": (await backend.completions.read(named, prompt)).token_ids.size}
+    with backend.completions.accepted(named, request.scope[BODY_BYTES]):
+        prompt, _ = await _asked(backend, body, named)
+        return {"input_tokens": (await backend.completions.read(named, prompt)).token_ids.size}
 
 
 @router.post("/messages")
 async def messages(request: Request, backend: Backend) -> Response:
-    body = await parse(request, MessagesBody, *body_limits(backend))
+    body = await parse(request, MessagesBody, *conversation_limits(backend))
     named = await model_of(request, backend, body.model)
-    prompt, offered = await _asked(backend, body, named)
-    form = None if offered is None else await backend.completions.form(named, offered)
+    with backend.completions.accepted(named, request.scope[BODY_BYTES]):
+        prompt, offered = await _asked(backend, body, named)
+        form = None if offered is None else await backend.completions.form(named, offered)
     answer = await backend.completions.sample(
         named,
         [prompt],
@@ -66,12 +67,9 @@ async def messages(request: Request, backend: Backend) -> Response:
 
 async def _asked(backend: ControlPlane, body: Conversation, named: Named) -> tuple[Prompt, OfferedTools | None]:
     """The prompt, and the tools that it offers."""
-    offered = body.offered()
-    tools = () if offered is None else offered.tools
-    prompt = await backend.completions.chat_prompt(
-        named, body.as_chat(), {}, go_on=body.goes_on, tools=tools, control_tokens=body.control_tokens
+    return await backend.completions.chat_prompt(
+        named, body, {}, go_on=body.goes_on, as_tokens=body.control_tokens, no_thoughts=False
     )
-    return prompt, offered
 
 
 def _message(body: MessagesBody, content: Sequence[Json], end: Json, usage: Json) -> Json:

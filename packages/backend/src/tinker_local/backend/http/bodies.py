@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar, TypeVar
 
@@ -56,6 +56,9 @@ one of the longest and some others."""
 
 ALWAYS_TAKEN_BYTES = 64 * 1024
 """A body up to this size is taken, and not counted: polls, heartbeats and steps go on while gradients wait."""
+
+BODY_BYTES = "tinker_local.body_bytes"
+"""Where a request's scope has how many bytes its body had."""
 
 _held = SharedBytes(MAX_BODY_BYTES)
 
@@ -185,6 +188,7 @@ async def body_of(
                         f"body: {incoming.size} bytes of it have more than {values} JSON values, the most that this "
                         "request can need"
                     )
+        request.scope[BODY_BYTES] = incoming.size
         yield await incoming.whole()
     finally:
         if incoming.size > JOINED_INLINE_BYTES:
@@ -234,10 +238,18 @@ def unpack(body: Body, encoding: str | None) -> Body:
         raise InvalidRequestError(f"body: {len(body)} bytes are not one whole zstd frame: {error}") from None
 
 
-async def parse(request: Request, model: type[M], limit: int = MAX_JSON_BYTES, values: int = MAX_JSON_VALUES) -> M:
+async def parse(
+    request: Request,
+    model: type[M],
+    limit: int = MAX_JSON_BYTES,
+    values: int = MAX_JSON_VALUES,
+    check: Callable[[Body], None] | None = None,
+) -> M:
     """The JSON body as `model`, if it has at most `limit` bytes and `values` values and names nothing of another
-    owner; an empty body reads as `{}`."""
+    owner; an empty body reads as `{}`. `check`: called in a thread with one that is not small, before it is parsed."""
     async with body_of(request, limit, values) as sent:
+        if check is not None and len(sent) > INLINE_BYTES:
+            await PARSING.run(check, sent)
         body = await parse_json(sent or b"{}", model)
     await check_own_body(request, body)
     return body

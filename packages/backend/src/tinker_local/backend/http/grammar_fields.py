@@ -89,7 +89,7 @@ class StructuredOutputs(Frozen):
     def grammar(self, field: str) -> Grammar:
         """The one that is given."""
         if self.choice is not None:
-            return Grammar.of_json("choice", self.choice, f"{field}.choice")
+            return Grammar.of_json("choice", list(self.choice), f"{field}.choice")
         if self.regex is not None:
             return Grammar("regex", self.regex, f"{field}.regex")
         if self.grammar_text is not None:

@@ -1,6 +1,7 @@
 """OpenAI's API: models, chat completions, completions. `docs/endpoints.md` says what is served of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -8,11 +9,13 @@ from tinker_local.backend.control.completions import Named, parse_model
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.control.sample_prompts import Prompt
 from tinker_local.backend.http.access import NAMED_MODEL, Backend, ToList, caller_of, check_readable
-from tinker_local.backend.http.bodies import parse
+from tinker_local.backend.http.bodies import BODY_BYTES, parse
+from tinker_local.backend.http.bodies import Body as SentBody
 from tinker_local.backend.http.event_stream import WholeAnswer, begun, unless_left
 from tinker_local.backend.http.openai_answers import MAX_CELLS, MAX_ECHOED, Asked, events, whole_answer
 from tinker_local.backend.http.openai_bodies import Body, ChatBody, ChatPrompt, CompletionBody
 from tinker_local.backend.http.sampling_routes import body_limits
+from tinker_local.backend.http.weighing import check_conversation
 from tinker_local.backend.rendering.tools import OfferedTools, ReplyForm
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.records import CheckpointRecord
@@ -64,25 +67,29 @@ def _model(name: str, record: CheckpointRecord | None) -> dict[str, Any]:
 
 @router.post("/chat/completions")
 async def chat_completions(request: Request, backend: Backend) -> Response:
-    body = await parse(request, ChatBody, *body_limits(backend))
+    body = await parse(request, ChatBody, *conversation_limits(backend))
     named = await model_of(request, backend, body.model)
-    prompt, offered = await chat_prompt(backend, named, body)
-    form = None if offered is None else await backend.completions.form(named, offered)
+    with backend.completions.accepted(named, request.scope[BODY_BYTES]):
+        prompt, offered = await chat_prompt(backend, named, body)
+        form = None if offered is None else await backend.completions.form(named, offered)
     return await _answered(request, backend, body, named, [prompt], form)
 
 
 async def chat_prompt(backend: ControlPlane, named: Named, body: ChatPrompt) -> tuple[Prompt, OfferedTools | None]:
     """The prompt of a conversation, and the tools that it offers."""
-    offered = body.offered()
-    prompt = await backend.completions.chat_prompt(
+    return await backend.completions.chat_prompt(
         named,
-        body.as_chat(),
+        body,
         body.chat_template_kwargs or {},
-        tools=() if offered is None else offered.tools,
-        control_tokens=body.control_tokens,
+        go_on=False,
+        as_tokens=body.control_tokens,
         no_thoughts=body.reasoning_effort is not None,
     )
-    return prompt, offered
+
+
+def conversation_limits(backend: ControlPlane) -> tuple[int, int, Callable[[SentBody], None]]:
+    """Most bytes and JSON values of a conversation, and what weighs it before it is parsed."""
+    return *body_limits(backend), partial(check_conversation, context=backend.models.longest_context)
 
 
 @router.post("/completions")
@@ -93,10 +100,11 @@ async def completions(request: Request, backend: Backend) -> Response:
     if len(body.prompt) > most:
         raise InvalidRequestError(f"prompt: {len(body.prompt)} prompts are more than this server's {most}")
     several = len(body.prompt) > 1
-    prompts = [
-        await backend.completions.text_prompt(named, prompt, f"prompt[{at}]" if several else "prompt")
-        for at, prompt in enumerate(body.prompt)
-    ]
+    with backend.completions.accepted(named, request.scope[BODY_BYTES]):
+        prompts = [
+            await backend.completions.text_prompt(named, prompt, f"prompt[{at}]" if several else "prompt")
+            for at, prompt in enumerate(body.prompt)
+        ]
     return await _answered(request, backend, body, named, prompts)
 
 

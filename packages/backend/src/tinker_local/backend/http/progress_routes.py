@@ -18,7 +18,7 @@ from tinker_local.backend.http.access import Backend, caller_of, sees_all
 from tinker_local.backend.http.bodies import parse
 from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.storage.watched_logs import Log
-from tinker_local.backend.threads import DISK
+from tinker_local.backend.threads import WATCHED
 from tinker_local.types import Frozen, InvalidRequestError, NotFoundError, PermissionDeniedError
 
 router = APIRouter(tags=["progress"])
@@ -138,7 +138,10 @@ async def log_metrics(run_id: str, request: Request, backend: Backend) -> dict[s
             raise InvalidRequestError(f"metrics.{name}: {value} is not a finite number")
     await backend.runs.get(run_id)
     if not await backend.curves.add_metrics(run_id, body.step, body.metrics):
-        raise InvalidRequestError(f"run_id: no more metrics of {run_id} are recorded: its curve is full, or the disk")
+        raise InvalidRequestError(
+            f"run_id: no more metrics of {run_id} are recorded: its curve is full, the disk, or the "
+            "storage of its owner"
+        )
     return {}
 
 
@@ -146,7 +149,7 @@ async def log_metrics(run_id: str, request: Request, backend: Backend) -> dict[s
 async def logs(request: Request, backend: Backend) -> dict[str, Any]:
     """The logs below `--watch-logs`, the newest first: those of the caller's runs, and to those who see all the others
     too."""
-    found = [] if backend.logs is None else await DISK.run(backend.logs.logs)
+    found = [] if backend.logs is None else await WATCHED.run(backend.logs.logs)
     shown = [each for log in found if (each := await _shown(request, backend, log)) is not None]
     return {"logs": shown, "watches": backend.logs is not None}
 
@@ -172,10 +175,10 @@ async def log_curve(
 ) -> dict[str, Any]:
     """The metrics of a log after the first `after` bytes of `file`: ask again with `next` and the `file` of the answer.
     If that is another one than was asked for, these are the first metrics of a new file."""
-    log = None if backend.logs is None else await DISK.run(backend.logs.log, log_id)
+    log = None if backend.logs is None else await WATCHED.run(backend.logs.log, log_id)
     if backend.logs is None or log is None or await _shown(request, backend, log) is None:
         raise NotFoundError(f"log_id: there is no log {log_id!r}")
-    piece = await DISK.run(backend.logs.read, log_id, after, file)
+    piece = await WATCHED.run(backend.logs.read, log_id, after, file)
     if piece is None:
         raise NotFoundError(f"log_id: the log {log_id!r} is gone")
     return {"lines": piece.lines, "next": piece.next, "file": piece.file, "full": piece.full}

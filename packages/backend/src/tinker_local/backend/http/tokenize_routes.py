@@ -5,10 +5,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from tinker_local.backend.http.access import Backend
-from tinker_local.backend.http.bodies import parse
+from tinker_local.backend.http.bodies import BODY_BYTES, parse
 from tinker_local.backend.http.openai_answers import prompt_fields
 from tinker_local.backend.http.openai_bodies import DetokenizeBody, TokenizeBody
-from tinker_local.backend.http.openai_routes import chat_prompt, model_of
+from tinker_local.backend.http.openai_routes import chat_prompt, conversation_limits, model_of
 from tinker_local.backend.http.sampling_routes import body_limits
 from tinker_local.backend.rendering.text import TextCodec
 from tinker_local.backend.threads import RENDERING
@@ -19,15 +19,16 @@ router = APIRouter(tags=["openai"])
 @router.post("/tokenize")
 async def tokenize(request: Request, backend: Backend) -> dict[str, Any]:
     """What the prompt of chat completions or completions would be."""
-    body = await parse(request, TokenizeBody, *body_limits(backend))
+    body = await parse(request, TokenizeBody, *conversation_limits(backend))
     named = await model_of(request, backend, body.model)
-    if body.prompt is None:
-        prompt, _ = await chat_prompt(backend, named, body)
-    else:
-        prompt = await backend.completions.text_prompt(named, body.prompt, "prompt")
-    read = prompt_fields(await backend.completions.read(named, prompt))
-    tokens = read.pop("prompt_token_ids")
-    texts = await RENDERING.run(_texts, named.text, tokens) if body.return_token_strs else None
+    with backend.completions.accepted(named, request.scope[BODY_BYTES]):
+        if body.prompt is None:
+            prompt, _ = await chat_prompt(backend, named, body)
+        else:
+            prompt = await backend.completions.text_prompt(named, body.prompt, "prompt")
+        read = prompt_fields(await backend.completions.read(named, prompt))
+        tokens = read.pop("prompt_token_ids")
+        texts = await RENDERING.run(_texts, named.text, tokens) if body.return_token_strs else None
     most = named.base.max_context_length
     return {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": texts, **read}
 
@@ -41,4 +42,5 @@ async def detokenize(request: Request, backend: Backend) -> dict[str, str]:
     """The text of token ids, with special tokens."""
     body = await parse(request, DetokenizeBody, *body_limits(backend))
     named = await model_of(request, backend, body.model)
-    return {"prompt": await RENDERING.run(named.text.decode_all, body.tokens)}
+    with backend.completions.accepted(named, request.scope[BODY_BYTES]):
+        return {"prompt": await RENDERING.run(named.text.decode_all, body.tokens)}

@@ -13,6 +13,9 @@ from tinker_local.types import Frozen, InvalidRequestError
 MOST_TOOLS = 128
 """Of a request, as in OpenAI's API."""
 
+MOST_SCHEMA = 2**20
+"""Characters of a tool's parameters. All together, tools fit into the context."""
+
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -112,5 +115,5 @@ def offer(
     if answer is not None and (must or only is not None) and tools:
         raise InvalidRequestError(f"{answer.field}: tool_choice asks for a call, so there is no such answer")
     for index, tool in enumerate(tools):
-        check_nesting(tool.parameters, f"tools[{index}]")
+        check_nesting(tool.parameters, f"tools[{index}]", MOST_SCHEMA)
     return OfferedTools(tuple(tools), must, only, several, answer) if tools else None

@@ -14,6 +14,9 @@ SWITCHED_OFF = "this server was started with --grammars never"
 MAX_CHARACTERS = 2**16
 """Of a grammar. Engines take up to seconds to compile one of this length."""
 
+MAX_WRITTEN = 8 * MAX_CHARACTERS
+"""Of JSON text, which may have blanks and escapes that the grammar does not."""
+
 MAX_NESTING = 64
 """Objects and arrays within each other in a JSON schema or a structural tag."""
 
@@ -42,6 +45,8 @@ class Grammar:
     @classmethod
     def of_json_text(cls, kind: GrammarKind, text: str, field: str, *, compact: bool = False) -> "Grammar":
         """The same of JSON text; InvalidRequestError if it is none."""
+        if len(text) > MAX_WRITTEN:
+            raise InvalidRequestError(f"{field}: {len(text)} characters, the limit is {MAX_WRITTEN}")
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -55,11 +60,18 @@ class Grammar:
             raise InvalidRequestError(f"{self.field}: character {self.text.index(chr(0))} is NUL")
 
 
-def check_nesting(value: Any, field: str) -> None:
-    """InvalidRequestError if `value` has objects or arrays in each other, more than `MAX_NESTING` deep."""
+def check_nesting(value: Any, field: str, most: int = MAX_CHARACTERS) -> None:
+    """InvalidRequestError if `value` has objects or arrays in each other, more than `MAX_NESTING` deep, or as JSON more
+    than `most` characters for certain: it is looked at no further then."""
     level: Sequence[Any] = (value,)
+    characters = 0
     for _ in range(MAX_NESTING + 1):
         within = [one for one in level if isinstance(one, dict | list)]
+        characters += sum(len(one) for one in level if isinstance(one, str)) + sum(map(len, within))
+        if characters <= most:
+            characters += sum(len(name) for one in within if isinstance(one, dict) for name in one)
+        if characters > most:
+            raise InvalidRequestError(f"{field}: {characters} characters or more, the limit is {most}")
         if not within:
             return
         level = [part for one in within for part in (one.values() if isinstance(one, dict) else one)]

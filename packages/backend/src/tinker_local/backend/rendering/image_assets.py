@@ -18,7 +18,7 @@ import httpx
 from pydantic import ValidationError
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.rendering.turns_at_places import TurnsAtPlaces
-from tinker_local.backend.threads import DISK, RENDERING_IMAGES
+from tinker_local.backend.threads import DISK, IMAGE_FOLDER, RENDERING_IMAGES
 from tinker_local.types import (
     ImageAssetPointerChunk,
     ImageChunk,
@@ -132,7 +132,7 @@ class ImageAssets:
             return await self._fetched(location, field, end)
         if scheme in ("", "file"):
             # The folder may be of another machine that is gone: the threads that all share must not wait for it.
-            return await in_daemon_thread(self._read, location, field)
+            return await IMAGE_FOLDER.run(self._read, location, field)
         raise InvalidRequestError(f"{field}: the scheme {scheme!r} is not one of http, https, file")
 
     # Files ----------------------------------------------------------------------------------------------------------

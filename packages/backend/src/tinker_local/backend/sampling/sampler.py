@@ -10,6 +10,7 @@ import numpy.typing as npt
 from tinker_local.backend.adapters.adapter import AdapterDType, AdapterVersion
 from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.threads import THE_SERVER, Who
 from tinker_local.backend.training.module_outputs import ModuleOutputs
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.routes import RoutedLayers
@@ -93,7 +94,8 @@ class SampleWork:
     `begun` is called once, from any thread, when the first sequence runs on the device. `ended` may be called, from any
     thread, when one of the sequences has ended before the last. `drawn` gets every token of the result before the
     result is there; None: the request is not streamed. `grammar`: what the tokens of each sequence must spell; None:
-    anything. `penalties` None: none. `moving`: of an in-flight client; None: `version` draws all tokens.
+    anything. `penalties` None: none. `moving`: of an in-flight client; None: `version` draws all tokens. `who`: whose
+    work it is.
     """
 
     prompt: RenderedInput
@@ -115,6 +117,7 @@ class SampleWork:
     penalties: Penalties | None = None
     routes: bool = False
     moving: MovingWeights | None = None
+    who: Who = THE_SERVER
 
     def seeds(self) -> list[int] | None:
         """63 bits for each sequence; None without a seed.

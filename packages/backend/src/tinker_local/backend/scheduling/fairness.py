@@ -1,13 +1,13 @@
-"""Whose turn it is: deficit round robin over sessions, and within each over its training runs.
+"""Whose turn it is: deficit round robin over owners, then over the sessions of each, then over their training runs.
 
 Knows nothing of asyncio, trainers or clocks. The scheme is that of M. Shreedhar and G. Varghese, "Efficient fair
 queueing using deficit round robin" (SIGCOMM 1995), with a session as their flow and a command as their packet:
 
 1. Sessions stand in a ring. On its turn a session gets `quantum` and takes what it can pay for. It keeps the rest for
    its next turn only if it still has something to take. So a session that is idle, or waits for the end of a batch,
-   saves nothing up. Between two sessions that always have something to take, the amounts received never differ by more
-   than `quantum` + 2 x the largest cost, however many runs they have; with steps (point 5), 3 x `quantum` + 2 x (the
-   largest cost of a gradient + that of a step).
+   saves nothing up. Between two sessions of an owner that always have something to take, the amounts received never
+   differ by more than `quantum` + 2 x the largest cost, however many runs they have; with steps (point 5), 3 x
+   `quantum` + 2 x (the largest cost of a gradient + that of a step).
 2. Within a session its runs take turns, command by command. A run keeps its turn until its session can afford the
    command.
 3. One call of the trainer takes gradients of many runs and sessions. The order of the turns is cut into batches of at
@@ -19,12 +19,18 @@ queueing using deficit round robin" (SIGCOMM 1995), with a session as their flow
 5. Commands other than gradients (a step, a save) run between batches, as soon as they are at the head of their run, so
    that the run can join the next batch. The session owes their cost: at a debt of `quantum` it runs no more of them,
    and half of the quantum of each turn (all of it, without a gradient to take) pays the debt.
+6. Owners stand in a ring around these. While several have something queued, each gets the same in a batch: as much as
+   the largest of their next gradients costs, but at least `LEAST_TURN` and at most `quantum`. Its sessions take their
+   turns with that, and the next batch continues where they stopped. Its steps are paid for in the same way. So the one
+   run of an owner does not wait for all sessions of another: for one turn of each other owner, as in point 1. Who is
+   alone has no such limit, and owes nothing for what it took meanwhile.
 
 Costs are in positions through forward and backward. The base model is frozen, so the backward pass computes gradients
 of activations but not of its weights (adapters apart) and costs as much as the forward pass: a forward pass alone is
 half of both.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +38,9 @@ from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+
+LEAST_TURN = 1024
+"""Of an owner, in positions: about as many as keep a GPU busy in one call."""
 
 
 class Cost(Protocol):
@@ -49,8 +58,12 @@ class Member(Protocol[T_co]):
     """A training run as fairness sees it."""
 
     @property
-    def session_id(self) -> str:
+    def owner(self) -> str:
         """Whose share it takes from."""
+
+    @property
+    def session_id(self) -> str:
+        """And from whose part of that."""
 
     @property
     def idle(self) -> bool:
@@ -108,6 +121,103 @@ class _Session(Generic[T]):
                 self.debt = 0
 
 
+@dataclass(slots=True, eq=False)
+class _Batch(Generic[T]):
+    """What a call of the trainer takes. `left`: positions for which there is room; `full`: a command found too few."""
+
+    left: int
+    full: bool = False
+    taken: list[T] = field(default_factory=list)
+    models: dict[int, Member[T]] = field(default_factory=dict)
+
+    def take(self, model: Member[T], offer: Cost) -> None:
+        self.left -= offer.positions
+        self.taken.append(model.take())
+        self.models[id(model)] = model
+
+
+@dataclass(slots=True, eq=False)
+class _Owner(Generic[T]):
+    """`deficit`, `debt` and `on_turn` as those of a session, while other owners have something queued."""
+
+    ring: OrderedDict[str, _Session[T]] = field(default_factory=OrderedDict)
+    deficit: float = 0
+    debt: int = 0
+    on_turn: bool = False
+
+    @property
+    def idle(self) -> bool:
+        return all(model.idle for session in self.ring.values() for model in session.models.values())
+
+    def gradient(self) -> Cost | None:
+        """The next one."""
+        for session in self.ring.values():
+            if (found := session.gradient()) is not None:
+                return found[1]
+        return None
+
+    def step(self, quantum: float = math.inf) -> tuple[_Session[T], Member[T], Cost] | None:
+        """A command that is not a gradient, of a session that owes less than `quantum`."""
+        for session in self.ring.values():
+            if session.debt < quantum and (found := session.step()) is not None:
+                return session, *found
+        return None
+
+    def begin_turn(self, amount: int) -> None:
+        """Among several owners."""
+        if self.on_turn:
+            return
+        self.on_turn = True
+        paid = min(self.debt, amount if self.gradient() is None else amount // 2)
+        self.debt -= paid
+        self.deficit += amount - paid
+
+    def settle(self) -> None:
+        """As each session does."""
+        for session in self.ring.values():
+            session.settle()
+        if self.gradient() is None:
+            self.on_turn = False
+            self.deficit = 0
+            if self.idle:
+                self.debt = 0
+
+    def fill(self, batch: _Batch[T], quantum: int) -> None:
+        """Let the sessions take their turns, until the batch is full or complete for them, or `deficit` does not pay
+        for the next gradient."""
+        own: dict[int, Member[T]] = {}
+        while turns := self._turns(own, quantum):
+            for name in turns:
+                session = self.ring[name]
+                session.begin_turn(quantum)
+                while (found := session.gradient()) is not None and found[1].cost <= session.deficit:
+                    model, offer = found
+                    batch.full = bool(batch.taken) and offer.positions > batch.left
+                    if batch.full or offer.cost > self.deficit:
+                        return  # the turn goes on in the next batch
+                    session.deficit -= offer.cost
+                    self.deficit -= offer.cost
+                    session.models.move_to_end(id(model))
+                    batch.take(model, offer)
+                    own[id(model)] = model
+                session.on_turn = False
+                session.settle()
+                self.ring.move_to_end(name)
+
+    def _turns(self, batch: Mapping[int, Member[T]], quantum: int) -> list[str]:
+        """The sessions that take their turns now, in order; none if the batch of these runs is complete."""
+        turns = {name for name, session in self.ring.items() if session.gradient() is not None}
+        if batch:
+            waits = any(gradient_of(model) is None for model in batch.values())
+            if not turns.issuperset(model.session_id for model in batch.values()) or (
+                waits and any(self.ring[name].gradient(batch) is None for name in turns)
+            ):
+                return []
+        if turns or not batch:
+            turns |= {name for name, s in self.ring.items() if s.debt >= quantum and s.step() is not None}
+        return [name for name in self.ring if name in turns]
+
+
 class FairQueue(Generic[T]):
     """The training runs of one trainer, and which of them is next."""
 
@@ -115,75 +225,87 @@ class FairQueue(Generic[T]):
         if quantum < 2:
             raise ValueError(f"quantum: {quantum} is below 2")
         self._quantum = quantum
-        self._ring: OrderedDict[str, _Session[T]] = OrderedDict()
+        self._least = min(LEAST_TURN, quantum)
+        self._owners: OrderedDict[str, _Owner[T]] = OrderedDict()
 
     def add(self, model: Member[T]) -> None:
-        self._ring.setdefault(model.session_id, _Session()).models[id(model)] = model
+        owner = self._owners.setdefault(model.owner, _Owner())
+        owner.ring.setdefault(model.session_id, _Session()).models[id(model)] = model
 
     def remove(self, model: Member[T]) -> None:
         """Ignores unknown runs."""
-        session = self._ring.get(model.session_id)
+        ring = self._owners[model.owner].ring if model.owner in self._owners else {}
+        session = ring.get(model.session_id)
         if session is not None and session.models.pop(id(model), None) is not None and not session.models:
-            del self._ring[model.session_id]
+            del ring[model.session_id]
+            if not ring:
+                del self._owners[model.owner]
+
+    def _busy(self) -> list[str]:
+        """The owners that have something queued, in order."""
+        return [name for name, owner in self._owners.items() if not owner.idle]
 
     # Between batches ------------------------------------------------------------------------------------------------
 
     def take_step(self) -> T | None:
-        """Take a command that is not a gradient, of a session that may run it now; None if there is none."""
-        for session in self._ring.values():
-            if session.debt < self._quantum and (found := session.step()) is not None:
-                model, offer = found
+        """Take a command that is not a gradient, of an owner and session that may run it now; None if there is none.
+        The owner that owes the least is first."""
+        several = len(self._busy()) > 1
+        for owner in sorted(self._owners.values(), key=lambda owner: owner.debt):
+            if several and owner.debt >= self._least:
+                return None
+            if (found := owner.step(self._quantum)) is not None:
+                session, model, offer = found
                 session.debt += offer.cost
+                owner.debt += offer.cost if several else 0
                 session.models.move_to_end(id(model))
                 return model.take()
         return None
 
+    def _may_step(self, owner: _Owner[T]) -> bool:
+        """Whether one of several owners, and one of its sessions with a step, have nothing to pay first."""
+        return owner.debt < self._least and owner.step(self._quantum) is not None
+
     def steps_wait(self) -> bool:
-        """Whether a command other than a gradient waits for its session to pay."""
-        return any(session.step() is not None for session in self._ring.values())
+        """Whether a command other than a gradient waits for its session or owner to pay."""
+        return any(owner.step() is not None for owner in self._owners.values())
 
     # A batch --------------------------------------------------------------------------------------------------------
 
     def take_batch(self, budget: int) -> list[T]:
         """Take the gradients of the trainer's next call.
 
-        Empty if there is none, or if the sessions of other commands have to pay first: then `steps_wait`.
+        Empty if there is none, or if the sessions or owners of other commands have to pay first: then `steps_wait`.
         """
-        for session in self._ring.values():
-            session.settle()
-        batch: list[T] = []
-        models: dict[int, Member[T]] = {}
-        left = budget
-        while turns := self._turns(models):
+        for owner in self._owners.values():
+            owner.settle()
+        batch, busy = _Batch[T](budget), self._busy()
+        if len(busy) == 1:
+            owner = self._owners[busy[0]]
+            owner.deficit, owner.debt = math.inf, 0
+            owner.fill(batch, self._quantum)
+            owner.deficit, owner.on_turn = 0, False
+            return batch.taken
+        while turns := self._turns(batch):
+            costs = [next_.cost for name in turns if (next_ := self._owners[name].gradient()) is not None]
+            amount = min(self._quantum, max(self._least, *costs, 0))
             for name in turns:
-                session = self._ring[name]
-                session.begin_turn(self._quantum)
-                while (found := session.gradient()) is not None and found[1].cost <= session.deficit:
-                    model, offer = found
-                    if batch and offer.positions > left:
-                        return batch  # the turn goes on in the next batch
-                    session.deficit -= offer.cost
-                    left -= offer.positions
-                    session.models.move_to_end(id(model))
-                    batch.append(model.take())
-                    models[id(model)] = model
-                session.on_turn = False
-                session.settle()
-                self._ring.move_to_end(name)
-        return batch
+                self._owners[name].begin_turn(amount)
+                self._owners[name].fill(batch, self._quantum)
+                if batch.full:
+                    return batch.taken
+                self._owners[name].on_turn = False
+                self._owners.move_to_end(name)
+        return batch.taken
 
-    def _turns(self, batch: Mapping[int, Member[T]]) -> list[str]:
-        """The sessions that take their turns now, in order; none if the batch of these runs is complete."""
-        turns = {name for name, session in self._ring.items() if session.gradient() is not None}
-        if batch:
-            waits = any(gradient_of(model) is None for model in batch.values())
-            if not turns.issuperset(model.session_id for model in batch.values()) or (
-                waits and any(self._ring[name].gradient(batch) is None for name in turns)
-            ):
-                return []
-        if turns or not batch:
-            turns |= {name for name, s in self._ring.items() if s.debt >= self._quantum and s.step() is not None}
-        return [name for name in self._ring if name in turns]
+    def _turns(self, batch: _Batch[T]) -> list[str]:
+        """The owners that take their turns now, in order; none if that would delay a run in the batch."""
+        if any(gradient_of(model) is None for model in batch.models.values()):
+            return []
+        turns = {name for name, owner in self._owners.items() if owner.gradient() is not None}
+        if turns or not batch.taken:
+            turns |= {name for name, owner in self._owners.items() if owner.step() and not self._may_step(owner)}
+        return [name for name in self._owners if name in turns]
 
 
 def gradient_of(model: Member[T]) -> Cost | None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from tinker_local.backend.options import BackendOptions, OwnerQuota
 from tinker_local.backend.sampling.prompt_scores import MAX_CELLS
 from tinker_local.backend.storage.records import ADMIN
+from tinker_local.backend.threads import count_out
 from tinker_local.types import EncodedTextChunk, ImageChunk, SampleRequest, TooManyRequestsError
 
 
@@ -149,10 +150,8 @@ class InFlight:
                 (self._by_session, self._bytes_by_session, session_id),
                 (self._by_owner, self._bytes_by_owner, owner),
             ):
-                counts[key] -= 1
-                sizes[key] -= size
-                if not counts[key]:
-                    del counts[key], sizes[key]
+                count_out(counts, key)
+                count_out(sizes, key, size)
 
         return leave
 

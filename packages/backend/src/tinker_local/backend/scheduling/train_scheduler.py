@@ -32,7 +32,7 @@ from tinker_local.backend.scheduling.run_queue import (
 )
 from tinker_local.backend.scheduling.shared_bytes import SharedBytes
 from tinker_local.backend.storage.records import LOCAL_OWNER
-from tinker_local.backend.threads import ENCODING
+from tinker_local.backend.threads import ENCODING, acting_for, count_out
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
 from tinker_local.types import ApiError, ForwardBackwardOutput, TensorData
 from tinker_local.types.codec import decode_forward_backward_output, encode_forward_backward_output
@@ -221,7 +221,8 @@ class TrainScheduler:
         command.operation.timeline.enter("running")
         began = self._loop.time()
         try:
-            await command.run()
+            with acting_for(queue.owner, queue.session_id):
+                await command.run()
         except Exception as error:
             if isinstance(error, ProcessEndedError):
                 await self._memory_sharing.settled()
@@ -263,7 +264,8 @@ class TrainScheduler:
                 self.trained_tokens += command.positions if work.backward else 0
                 further = command.ran(work, result, command.positions)
                 command.queue.added(work)
-                task = asyncio.create_task(self._deliver(command, result, further))
+                with acting_for(command.queue.owner, command.queue.session_id):
+                    task = asyncio.create_task(self._deliver(command, result, further))
                 self._deliveries.add(task)
                 task.add_done_callback(self._deliveries.discard)
 
@@ -350,10 +352,8 @@ class Preparations:
         return started
 
     def _done(self, queue: RunQueue, task: asyncio.Task[TrainWork]) -> None:
-        for counts, key in ((self._under_way, queue.session_id), (self._of_owner, queue.owner)):
-            counts[key] -= 1
-            if not counts[key]:
-                del counts[key]
+        count_out(self._under_way, queue.session_id)
+        count_out(self._of_owner, queue.owner)
 
     def _next(self) -> RunQueue | None:
         over, found = self._over(), None

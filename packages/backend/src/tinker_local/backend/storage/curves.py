@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+from cachetools import LRUCache
 from tinker_local.backend.threads import CURVES
 
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 16 * 2**20
 """Of one run: about 100,000 steps. Later ones are not recorded."""
+
+COUNTED_BYTES = 4096
+"""Of a run, which are counted at a time."""
 
 BYTES_AT_ONCE = 2**20
 """That one answer reads."""
@@ -36,11 +40,14 @@ class Piece:
 
 
 class Curves:
-    """A file in `folder` for each run that has taken a step. One thread writes and reads them, in order, so no step
-    waits for the disk; what it does not take is lost, with a warning."""
+    """A file in `folder` for each run that has taken a step. One thread writes and reads them, those of a session in
+    order, so no step waits for the disk; what it does not take is lost, with a warning. `take`: counts bytes of a run,
+    `COUNTED_BYTES` at a time; whether there is room for them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, take: Callable[[str, int], bool] = lambda run_id, size: True) -> None:
         self._folder = folder
+        self._take = take
+        self._room: LRUCache[str, int] = LRUCache(4096)  # bytes that were counted and not written, by run
         self._warned = -WARNING_SECONDS
 
     def add_step(self, run_id: str, point: Mapping[str, Any]) -> None:
@@ -70,7 +77,10 @@ class Curves:
             try:
                 if (size := os.fstat(file).st_size) + len(content) > MOST_BYTES:
                     return False
+                if not self._has_room(run_id, len(content)):
+                    return False
                 if os.write(file, content) < len(content):
+                    self._room[run_id] += len(content)
                     os.truncate(file, size)  # a full disk; half a line would make the next one unreadable
                     raise OSError("there is no room on the disk")
             finally:
@@ -80,6 +90,18 @@ class Curves:
                 self._warned = time.monotonic()
                 log.warning("%s: what runs have done is not recorded: %s", self._folder, error)
             return False
+        return True
+
+    def _has_room(self, run_id: str, size: int) -> bool:
+        """Use `size` bytes of what was counted for a run, or count more."""
+        room = self._room.get(run_id, 0)
+        if room < size and self._take(run_id, COUNTED_BYTES):
+            room += COUNTED_BYTES
+        if room < size and self._take(run_id, size):
+            room += size
+        if room < size:
+            return False
+        self._room[run_id] = room - size
         return True
 
     def _read(self, run_id: str, after: int) -> Piece:
@@ -98,6 +120,10 @@ class Curves:
             except ValueError:  # `after` was within a line, or a power cut tore one
                 continue
         return Piece(lines, min(after, size) + len(whole), size > MOST_BYTES - 1024)
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each curve; blocks."""
+        return {unquote(path.stem): path.stat().st_size for path in self._folder.glob("*.jsonl")}
 
     def _keep(self, run_ids: "Callable[[Collection[str]], Collection[str]]") -> None:
         if not self._folder.is_dir():

@@ -5,12 +5,13 @@ and on disk, and deleted before the folder is. The next start removes whatever a
 """
 
 import itertools
+import json
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -48,7 +49,7 @@ from tinker_local.backend.storage.records import (
 )
 from tinker_local.backend.storage.recovery import as_described, compare, description_of
 from tinker_local.backend.storage.steady_clock import SteadyClock
-from tinker_local.backend.storage.storage_quota import StorageQuota
+from tinker_local.backend.storage.storage_quota import RECORD_BYTES, StorageQuota
 from tinker_local.types import InvalidRequestError, LoraConfig, NotFoundError, StorageFullError
 
 log = logging.getLogger(__name__)
@@ -121,6 +122,34 @@ class Store(Metadata):
             except sa.exc.OperationalError as error:
                 raise RuntimeError(f"the database in {data_dir} cannot be used: {error.orig}") from error
             self._opened = opened.pop_all()
+
+    def add_session(self, record: SessionRecord) -> None:
+        """See `Metadata`; InvalidRequestError if its owner has as many records as it may."""
+        size = RECORD_BYTES + _written(record.user_metadata) + _written(record.tags)
+        self.quota.take(record.owner, size, "create_session")
+        try:
+            super().add_session(record)
+        except BaseException:
+            self.quota.take(record.owner, -size, "create_session")
+            raise
+
+    def add_training_run(self, record: TrainingRunRecord) -> None:
+        """See `Metadata`."""
+        super().add_training_run(record)
+        self._count_record(record.session_id, RECORD_BYTES + _written(record.user_metadata))
+
+    def take_curve(self, run_id: str, size: int) -> bool:
+        """Count bytes of the curve of a run; false if its owner may have no more."""
+        owner = self.quota.owner_of(run_id)
+        try:
+            self.quota.take(owner or LOCAL_OWNER, size, "run_id")
+        except InvalidRequestError:
+            return False
+        return True
+
+    def _count_record(self, session_id: str, size: int) -> None:
+        if (owner := self.quota.owner_of(session_id)) is not None:
+            self.quota.take(owner, size, "session_id")
 
     def _recover(self, root: Path) -> None:
         """Make records and folders agree after a kill, or after one of them was lost or put back."""
@@ -587,3 +616,8 @@ def _refuse_existing(record: CheckpointRecord | None) -> None:
             f"name: checkpoint {record.name!r} exists already in {record.kind} of {record.training_run_id}; "
             f"choose another name, or {instead}"
         )
+
+
+def _written(value: Any) -> int:
+    """Bytes of metadata or tags in the database."""
+    return len(json.dumps(dict(value) if isinstance(value, Mapping) else list(value)))

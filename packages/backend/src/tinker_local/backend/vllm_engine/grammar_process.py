@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.rendering.grammar import Grammar
+from tinker_local.backend.threads import THE_SERVER, Places, Who
 from tinker_local.backend.vllm_engine import grammar_server
 from tinker_local.backend.vllm_engine.grammar_server import (
     NOT_ALLOWED,
@@ -46,8 +47,8 @@ WALL_SECONDS = 120.0
 SLOW = 1.0
 """Seconds after which a compilation goes on behind everything else on the machine."""
 
-COMPILING = 8
-"""Grammars that are compiled at a time."""
+COMPILING, COMPILING_OF_OWNER = 8, 6
+"""Grammars that are compiled at a time, of all and of one owner: those of others do not wait for all of its."""
 
 REQUESTS = 256
 """Requests that follow grammars at a time; others wait."""
@@ -196,7 +197,7 @@ class GrammarProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._closed = False
-        self._compiling = asyncio.Semaphore(COMPILING)
+        self._compiling = Places(COMPILING, COMPILING_OF_OWNER)
         self._requests = asyncio.Semaphore(REQUESTS)
         self._turns: dict[Grammar, asyncio.Lock] = {}
         self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()
@@ -206,11 +207,11 @@ class GrammarProcess:
         (await self._ready(grammar)).used -= 1
         self._forget_most()
 
-    async def open(self, grammar: Grammar, sequences: int) -> "OpenMatcher":
+    async def open(self, grammar: Grammar, sequences: int, who: Who = THE_SERVER) -> "OpenMatcher":
         """A matcher for a request of so many samples; InvalidRequestError as for `check`."""
         await self._requests.acquire()
         try:
-            compiled = await self._ready(grammar)
+            compiled = await self._ready(grammar, who)
             try:
                 matcher = await in_daemon_thread(self._fork, grammar, compiled, sequences)
             except BaseException:
@@ -242,7 +243,7 @@ class GrammarProcess:
             one.channel.close()
             count, size = count - 1, size - one.size
 
-    async def _ready(self, grammar: Grammar) -> _Compiled:
+    async def _ready(self, grammar: Grammar, who: Who = THE_SERVER) -> _Compiled:
         """Compiled, and counted as used once more."""
         turn = self._turns.setdefault(grammar, asyncio.Lock())
         async with turn:
@@ -252,7 +253,7 @@ class GrammarProcess:
                 found = None
             try:
                 if found is None:
-                    async with self._compiling:
+                    async with self._compiling.turn(who):
                         found = await in_daemon_thread(self._compile, grammar)
                     self._compiled[grammar] = found
             finally:

@@ -198,7 +198,7 @@ class VLLMSampler:
         """Cancelling this aborts the samples in vLLM."""
         if work.grammar is None:
             return await self._sample(work, None)
-        opened = await self._grammars.open(work.grammar, work.num_samples)
+        opened = await self._grammars.open(work.grammar, work.num_samples, work.who)
         try:
             return await self._sample(work, opened.matcher)
         finally:
