@@ -13,8 +13,6 @@ from tinker_local.backend.vllm_engine.compat_vllm import SAMPLED_TEMPERATURE_MIN
 
 _SPAN = 512
 """Columns that share random numbers: Philox gives four at a time, so a program reads four spans at once."""
-_PARTS, _FEW_ROWS = 16, 16
-"""Programs for each of few rows, which one program would read for 0.13 ms (151,936 columns on an H200)."""
 
 
 def draw(logits_bv: torch.Tensor, temperature_b: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,24 +30,19 @@ def draw(logits_bv: torch.Tensor, temperature_b: torch.Tensor, seed: int) -> tup
     ids = torch.empty(rows, dtype=torch.int32, device=logits_bv.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits_bv.device)
     if rows:
-        parts = _PARTS if rows <= _FEW_ROWS and width > 4 * _SPAN * _PARTS else 1
-        found = torch.empty((rows, parts, 5), dtype=torch.float32, device=logits_bv.device)
         # With bit 62 every seed has the same type for Triton, which compiles the kernel once.
-        _draw[(rows, parts)](
-            logits_bv, temperature_b, ids, logprobs, found, logits_bv.stride(0), width, seed | 2**62,
-            greedy=SAMPLED_TEMPERATURE_MIN, span=_SPAN, parts=parts, num_warps=4,
+        _draw[(rows,)](
+            logits_bv, temperature_b, ids, logprobs, logits_bv.stride(0), width, seed | 2**62,
+            greedy=SAMPLED_TEMPERATURE_MIN, span=_SPAN, num_warps=4,
         )  # fmt: skip
-        if parts > 1:
-            _join[(rows,)](ids, logprobs, found, width, parts=parts, num_warps=1)
     return ids, logprobs
 
 
 @triton.jit(do_not_specialize=["seed"])
 def _draw(  # type: ignore[no-untyped-def]
-    logits, temperatures, ids, logprobs, found, stride, width: tl.constexpr, seed, greedy: tl.constexpr,
-    span: tl.constexpr, parts: tl.constexpr,
+    logits, temperatures, ids, logprobs, stride, width: tl.constexpr, seed, greedy: tl.constexpr, span: tl.constexpr
 ):  # fmt: skip
-    row, piece = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
     row_logits = logits + row.to(tl.int64) * stride
     temperature = tl.load(temperatures + row)
     draws = temperature >= greedy
@@ -62,7 +55,7 @@ def _draw(  # type: ignore[no-untyped-def]
     most = tl.full((span,), -3e38, tl.float32)  # not -inf, whose difference from itself is NaN
     total = tl.zeros((span,), tl.float32)
     first_group = row * tl.cdiv(width, 4 * span) * span
-    for start in range(piece * 4 * span, width, parts * 4 * span):
+    for start in range(0, width, 4 * span):
         bits = tl.randint4x(seed, first_group + start // 4 + lanes)
         for part in tl.static_range(4):
             columns = start + part * span + lanes
@@ -75,30 +68,6 @@ def _draw(  # type: ignore[no-untyped-def]
             higher = tl.maximum(most, x, propagate_nan=tl.PropagateNan.ALL)
             total = total * tl.exp(most - higher) + tl.exp(x - higher)
             most = higher
-    winner = tl.max(best, 0)
-    chosen = tl.min(tl.where(best == winner, best_id, 2147483647), 0)
-    chosen_x = tl.max(tl.where((best == winner) & (best_id == chosen), best_x, float("-inf")), 0)
-    highest = tl.max(most, 0)
-    whole = tl.sum(total * tl.exp(most - highest), 0)
-    if parts == 1:
-        tl.store(ids + row, tl.minimum(chosen, width - 1))
-        tl.store(logprobs + row, chosen_x - highest - tl.log(whole))
-    else:
-        place = found + (row * parts + piece) * 5
-        tl.store(place, winner)
-        tl.store(place + 1, chosen_x)
-        tl.store(place + 2, chosen.to(tl.float32, bitcast=True))
-        tl.store(place + 3, highest)
-        tl.store(place + 4, whole)
-
-
-@triton.jit
-def _join(ids, logprobs, found, width: tl.constexpr, parts: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The winner of a row's parts, and the softmax of all."""
-    row = tl.program_id(0)
-    place = found + (row * parts + tl.arange(0, parts)) * 5
-    best, best_x, most, total = tl.load(place), tl.load(place + 1), tl.load(place + 3), tl.load(place + 4)
-    best_id = tl.load(place + 2).to(tl.int32, bitcast=True)
     winner = tl.max(best, 0)
     chosen = tl.min(tl.where(best == winner, best_id, 2147483647), 0)
     chosen_x = tl.max(tl.where((best == winner) & (best_id == chosen), best_x, float("-inf")), 0)
