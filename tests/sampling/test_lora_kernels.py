@@ -10,11 +10,7 @@ from tests.sampling import lora_kernel_cases
 
 
 @pytest.mark.more
-@pytest.mark.mutation(
-    "lora-first-part-alone", "lora_kernels._summed", "tl.static_range(1, parts)", "tl.static_range(1, 1)"
-)
 @pytest.mark.mutation("lora-tile-of-another", "lora_kernels._tile_of", "left -= tiles", "left -= 0")
-@pytest.mark.mutation("lora-few-ignores-output", "lora_kernels._expand_few", "found = before + ", "found = ")
 def test_rows_of_many_adapters_are_multiplied_in_the_interpreter() -> None:
     run_interpreted(Path(__file__).with_name("lora_kernel_cases.py"))
 

@@ -27,7 +27,6 @@ STEPS = [
 ]
 
 
-@pytest.mark.mutation("betas-ignored", "update", "gradient, 1 - settings.beta1,", "gradient, 1 - 0.9,")
 @pytest.mark.mutation("eps-ignored", "update", "denominator += settings.eps", "denominator += 1e-8")
 @pytest.mark.mutation(
     "weight-decay-coupled",
