@@ -117,6 +117,9 @@ class Engine:
     def abort_request(self, names: list[str]) -> None:
         self.done.append(("abort_request", *names))
 
+    def compute_again(self, names: list[str], number: int) -> None:
+        self.done.append(("compute_again", number, *names))
+
     def add_lora(self, request: Any) -> None:
         self.done.append(("add_lora", request.lora_name))
 

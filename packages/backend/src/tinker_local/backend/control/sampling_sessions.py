@@ -117,6 +117,9 @@ class BesidesRequest:
 
 SDK_REQUEST = BesidesRequest()
 
+_FORGOTTEN_AT_ONCE = 4096
+"""Results that a client has read, before the event loop goes on with others."""
+
 
 class Sampling:
     """Sampling sessions and what is sampled in them. Samples run concurrently, in no order."""
@@ -309,9 +312,11 @@ class Sampling:
         session = self._open.get(sampling_session_id) or await self._for_good(sampling_session_id)
         return await session.clients.completions(client, cursor).after(cursor, timeout)
 
-    def retrieved(self, sampling_session_id: str, client: int, request_ids: Iterable[str]) -> None:
-        """Forget these results, which a client has read; ignores ids of other clients."""
-        for request_id in request_ids:
+    async def retrieved(self, sampling_session_id: str, client: int, request_ids: Iterable[str]) -> None:
+        """Forget these results, which a client has read; ignores ids of other clients. Others run in between."""
+        for number, request_id in enumerate(request_ids, 1):
+            if number % _FORGOTTEN_AT_ONCE == 0:
+                await asyncio.sleep(0)
             owner, _, seq_id = request_id.rpartition(":")
             known = owner == sampling_session_id and self._operations.get(request_id) is not None
             if known and client_of(int(seq_id)) == client:

@@ -97,7 +97,7 @@ async def retrieve_futures(request: Request, backend: Backend) -> dict[str, Any]
     """Which samples of one client ended since its last call; their results are got from `retrieve_future`."""
     body = await parse(request, RetrieveManyBody, MAX_RETRIEVED_BYTES, MAX_RETRIEVED_VALUES)
     sampling_session_id, client = body.target.sampling_session_id, body.target.cloned_sampler_id
-    backend.sampling.retrieved(sampling_session_id, client, body.retrieved_request_ids)
+    await backend.sampling.retrieved(sampling_session_id, client, body.retrieved_request_ids)
     timeout = LONG_POLL_SECONDS if body.timeout is None else min(body.timeout, LONG_POLL_SECONDS)
     ended = await backend.sampling.completions(sampling_session_id, client, body.prev_cursor, timeout)
     return {
