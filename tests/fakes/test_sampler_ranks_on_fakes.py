@@ -267,7 +267,7 @@ def test_an_adapter_is_made_ready_on_other_ranks_and_kept_until_the_first_one_ha
         (request.lora_name, ranks.follower._load(request).id)
     )
     for _ in range(2):
-        engine.add_lora(types.SimpleNamespace(lora_name="used", lora_int_id=7))
+        engine.add_lora(types.SimpleNamespace(lora_name="used", lora_int_id=7, load_inplace=False))
     engine.step()
     end = time.monotonic() + 30
     while len(loaded) < 2 and time.monotonic() < end:  # a rank without the adapter would wait for it
@@ -275,7 +275,7 @@ def test_an_adapter_is_made_ready_on_other_ranks_and_kept_until_the_first_one_ha
     assert loaded == [("used", 7)] * 2
     ranks.wait()
     assert [name for name, _ in ranks.follower._prepared.values()] == ["used", "unused"]
-    engine.add_lora(types.SimpleNamespace(lora_name="used", lora_int_id=7))
+    engine.add_lora(types.SimpleNamespace(lora_name="used", lora_int_id=7, load_inplace=False))
     kept.clear()
     engine.step()
     ranks.wait()
