@@ -192,7 +192,7 @@ async def test_measuring_is_off_the_loop_and_a_step_waits_for_it_on_fakes(
     gradient, step = await api.gradient(model, 2, data, "importance_sampling"), await api.step(model, 3)
     assert (await api.result(step))["metrics"]["mismatch/tokens"] > 0
     assert (await api.result(gradient)).metrics["mismatch/tokens:sum"] > 0
-    assert all(name.startswith("measure") for name in threads)
+    assert all(name.startswith("encode") for name in threads)
 
     def wrongly(*args: Any) -> Any:
         raise ValueError("a bug")

@@ -75,6 +75,26 @@ async def test_errors_are_those_of_the_call() -> None:
     assert await threads.run(lambda: 1 + 1) == 2
 
 
+def test_a_thread_goes_on_when_the_loop_of_its_call_has_ended() -> None:
+    threads, begun, end = Threads("test", 1), threading.Event(), threading.Event()
+
+    def call() -> None:
+        begun.set()
+        assert end.wait(60)
+
+    async def leave() -> None:
+        threads.run(call)
+        await asyncio.to_thread(begun.wait, 60)
+
+    async def use() -> int:
+        async with asyncio.timeout(60):
+            return await threads.run(lambda: 1 + 1)
+
+    asyncio.run(leave())
+    end.set()
+    assert asyncio.run(use()) == 2
+
+
 async def test_folders_that_hang_keep_neither_others_nor_the_end_of_the_program_waiting() -> None:
     calls = Calls(Threads("test", 2, of_owner=1, may_hang=True))
     hangs = [calls.run(f"alice/1/{at}", waits=True) for at in range(10)]

@@ -19,9 +19,9 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -48,14 +48,22 @@ THE_SERVER = Who()
 ACTING: ContextVar[Who] = ContextVar("acting", default=THE_SERVER)
 
 
-@contextmanager
-def acting_for(owner: str, session_id: str = "") -> Iterator[None]:
+class _Acting:
+    __slots__ = ("_before", "_who")
+
+    def __init__(self, who: Who) -> None:
+        self._who = who
+
+    def __enter__(self) -> None:
+        self._before = ACTING.set(self._who)
+
+    def __exit__(self, *error: object) -> None:
+        ACTING.reset(self._before)
+
+
+def acting_for(owner: str, session_id: str = "") -> AbstractContextManager[None]:
     """What is begun inside is work of this owner and session."""
-    before = ACTING.set(Who(owner, session_id))
-    try:
-        yield
-    finally:
-        ACTING.reset(before)
+    return _Acting(Who(owner, session_id))  # every request does this: half the time of a generator
 
 
 class Turns(Generic[T]):
@@ -245,10 +253,36 @@ def _libgomp() -> Any:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One call, and where its result goes."""
+    """One call, and the future of an event loop where its result goes."""
 
     function: Callable[[], Any]
-    result: "Future[Any]"
+    result: "asyncio.Future[Any]"
+
+    def make(self) -> None:
+        """In a thread. One that was cancelled does not begin."""
+        if self.result.cancelled():
+            return
+        outcome, error = None, None
+        try:
+            outcome = self.function()
+        except BaseException as raised:
+            error = raised
+        try:
+            self.result.get_loop().call_soon_threadsafe(_tell, self.result, outcome, error)
+        except RuntimeError:
+            if not self.result.get_loop().is_closed():  # else what waited has ended with it
+                raise
+        finally:
+            del error  # its traceback has this frame
+
+
+def _tell(result: "asyncio.Future[Any]", outcome: object, error: BaseException | None) -> None:
+    if result.done():
+        return
+    if error is None:
+        result.set_result(outcome)
+    else:
+        result.set_exception(error)
 
 
 class Threads:
@@ -273,7 +307,8 @@ class Threads:
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         """Call `function` in one of the threads. Cancelling takes the call out of the queue, unless it has begun."""
-        who, result = ACTING.get(), Future[T]()
+        who = ACTING.get()
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         call = _Call(partial(without_pool, function, *args, **kwargs), result)
         with self._lock:
             self._turns.wait(who, call)
@@ -281,9 +316,8 @@ class Threads:
                 self._working += 1
         if begins:
             self._begin()
-        waiting = asyncio.wrap_future(result)
-        waiting.add_done_callback(partial(self._forget_cancelled, who, call))
-        return waiting
+        result.add_done_callback(partial(self._forget_cancelled, who, call))
+        return result
 
     def _begin(self) -> None:
         """Let one more thread work."""
@@ -292,8 +326,8 @@ class Threads:
         else:
             self._executor.submit(self._work)
 
-    def _forget_cancelled(self, who: Who, call: _Call, waiting: "asyncio.Future[Any]") -> None:
-        if waiting.cancelled():
+    def _forget_cancelled(self, who: Who, call: _Call, result: "asyncio.Future[Any]") -> None:
+        if result.cancelled():
             with self._lock:
                 self._turns.forget(who, call)
 
@@ -301,14 +335,7 @@ class Threads:
         """Make the calls whose turn it is, until there are none."""
         while (found := self._next()) is not None:
             who, call = found
-            if call.result.set_running_or_notify_cancel():
-                try:
-                    outcome = call.function()
-                except BaseException as error:
-                    call.result.set_exception(error)
-                else:
-                    call.result.set_result(outcome)
-                    del outcome
+            call.make()
             del found, call
             with self._lock:
                 self._turns.ended(who)
@@ -346,10 +373,8 @@ PARSING = Threads("parse", 3, of_owner=2)
 """Large bodies of requests."""
 
 ENCODING = Threads("encode", 3, of_owner=2)
-"""Results into public types and protobuf."""
-
-MEASURING = Threads("measure", 1)
-"""How far results of the trainer are from the sampler: a few milliseconds, for which an optimizer step may wait."""
+"""Results into public types and protobuf; before that, how far those of the trainer are from the sampler: a few
+milliseconds, for which an optimizer step may wait."""
 
 RENDERING = Threads("render", 3, of_owner=2)
 """Prompts of samples that are text alone."""

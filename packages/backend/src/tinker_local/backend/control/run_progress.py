@@ -5,10 +5,10 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from tinker_local.backend.control.mismatch import Distance, Mismatch, Watch, added, measures, telling
+from tinker_local.backend.control.mismatch import Mismatch, Watch, added, measures, telling
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,13 @@ class Point:
 
     def line(self) -> dict[str, Any]:
         """For a line of JSON: the fields, without `mismatch` if it is None."""
-        found = asdict(self)
-        if self.mismatch is None:
-            del found["mismatch"]
+        found = {name: getattr(self, name) for name in _FIELDS}
+        if self.mismatch is not None:
+            found["mismatch"] = self.mismatch
         return found
+
+
+_FIELDS = tuple(field.name for field in fields(Point) if field.name != "mismatch")
 
 
 class RunProgress:
@@ -40,14 +43,16 @@ class RunProgress:
 
     `tokens`: positions trained on, images included. `loss_sum`, `total_weight`: of the gradient since the last step,
     the sum of its losses and what their mean is over. `measured`: of each of its requests that has the sampler's
-    logprobs, how far they are from the trainer's, once a thread has computed it. `last`: the newest step.
+    logprobs, in order, how far they are from the trainer's; empty until a thread has computed it. `last`: the newest
+    step.
     """
 
     def __init__(self) -> None:
         self.tokens = 0
         self.loss_sum = 0.0
         self.total_weight = 0.0
-        self.measured: list[asyncio.Future[dict[str, Distance]]] = []
+        self.measured: list[Mismatch] = []
+        self._measuring: set[asyncio.Future[Any]] = set()
         self.last: Point | None = None
         self._watch = Watch()
 
@@ -55,11 +60,17 @@ class RunProgress:
         """The gradient was used or discarded."""
         self.loss_sum, self.total_weight, self.measured = 0.0, 0.0, []
 
+    def measuring(self, ends: "asyncio.Future[Any]") -> None:
+        """What measures one of `measured` ends with this."""
+        self._measuring.add(ends)
+        ends.add_done_callback(self._measuring.discard)
+
     async def mismatch(self) -> Mismatch:
         """Of the gradient since the last step, the groups that tell something. A request whose measurement failed has
         failed with it, and is left out."""
-        found = await asyncio.gather(*self.measured, return_exceptions=True)
-        return telling(added(each for each in found if not isinstance(each, BaseException)))
+        if self._measuring:
+            await asyncio.wait(self._measuring)
+        return telling(added(self.measured)) if self.measured else {}
 
     def notice(self, mismatch: Mismatch) -> str | None:
         """What the log is to say of the newest step's `mismatch`, once; None: nothing."""

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from numbers import Real
@@ -32,10 +32,11 @@ from tinker_local.backend.scheduling.image_turns import MOST_RENDERED_BYTES, Ima
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations, Timeline, request_id_of
 from tinker_local.backend.scheduling.quotas import Quotas
 from tinker_local.backend.scheduling.run_queue import Bounds, GradientCommand, StepCommand, positions
+from tinker_local.backend.scheduling.train_scheduler import to_output
 from tinker_local.backend.storage.curves import Curves
 from tinker_local.backend.storage.names import AUTOSAVE, check_checkpoint_name
 from tinker_local.backend.storage.store import Store
-from tinker_local.backend.threads import ACTING, DISK, IMAGE_THREADS, MEASURING, PREPARING, PREPARING_IMAGES, Who
+from tinker_local.backend.threads import ACTING, DISK, ENCODING, IMAGE_THREADS, PREPARING, PREPARING_IMAGES, Who
 from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss import Loss, make_train_datum
 from tinker_local.backend.training.losses.recorded import FindRecord
@@ -162,7 +163,7 @@ class Training:
             operation.timeline.note(datums=len(work.data), tokens=positions(work.data), images=images)
             return work
 
-        def ran(work: TrainWork, result: TrainResult, positions: int) -> Awaitable[Mapping[str, float]] | None:
+        def ran(work: TrainWork, result: TrainResult, positions: int) -> Awaitable[ForwardBackwardOutput] | None:
             if work.backward:
                 model.progress.tokens += positions
                 model.progress.total_weight += total_weight
@@ -173,10 +174,18 @@ class Training:
             if not used.reads_sampler:
                 return None
             staleness, vocab_size = model.staleness(), base.engines.trainer.vocab_size
-            measured = MEASURING.run(measure, used, work.data, result, spans, staleness, vocab_size)
+            of_step: list[Mismatch] = model.progress.measured if work.backward else []
+            of_step.append({})
+            at = len(of_step) - 1
+
+            def encode() -> ForwardBackwardOutput:
+                of_step[at] = found = measure(used, work.data, result, spans, staleness, vocab_size)
+                return to_output(result, request_metrics(found))
+
+            encoded = ENCODING.run(encode)  # with the measurement: a second change of threads would cost as much
             if work.backward:
-                model.progress.measured.append(measured)
-            return _request_metrics(measured)
+                model.progress.measuring(encoded)
+            return encoded
 
         command = GradientCommand(operation, prepare, size, ran=ran, began=began)
         if (reason := self._bounds.too_large(model.queue, seq_id, size)) is not None:
@@ -334,10 +343,6 @@ class Training:
         except TooManyRequestsError:
             model.base.counts.submits_refused += 1
             raise
-
-
-async def _request_metrics(measured: Awaitable[Mismatch]) -> Mapping[str, float]:
-    return request_metrics(await measured)
 
 
 async def _fail(error: ApiError) -> TrainWork:

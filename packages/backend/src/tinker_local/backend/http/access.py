@@ -367,26 +367,29 @@ async def check_ids(request: Request, ids: Mapping[str, object]) -> None:
 
 async def check_own_path(request: Request) -> None:
     """`check_ids` of what a route's path names, for every route."""
-    if not _open_to_all(request.scope["path"]):
+    if request.path_params and not _open_to_all(request.scope["path"]):
         _act_for(request, request.path_params)
         await check_ids(request, request.path_params)
 
 
 def _act_for(request: Request, ids: Mapping[str, object]) -> None:
     """Until the request ends, its work is of the session that it names."""
-    named = (id_ for field in OWNED if isinstance(id_ := ids.get(field), str))
-    if session_id := next(named, "").partition(":")[0]:
-        ACTING.set(Who(caller_of(request).owner, session_id))
+    for field in OWNED:
+        if isinstance(id_ := ids.get(field), str):
+            if session_id := id_.partition(":")[0]:
+                ACTING.set(Who(caller_of(request).owner, session_id))
+            return
 
 
 async def check_own_body(request: Request, body: Frozen) -> None:
     """`check_ids` of what a body names, and `check_readable` of its checkpoints, for every body. A wrong access token
     in it counts as a wrong key."""
     request.scope[BODY] = body
-    _act_for(request, {field: getattr(body, field, None) for field in OWNED})
-    if isinstance(model := getattr(body, "model", None), str):
+    fields = vars(body)  # asking a model for a field that it lacks takes long
+    _act_for(request, fields)
+    if isinstance(model := fields.get("model"), str):
         request.scope[NAMED_MODEL] = {"model": model}
-    if not cast(Keys, request.app.state.keys).knows(getattr(body, "weights_access_token", None)):
+    if not cast(Keys, request.app.state.keys).knows(fields.get("weights_access_token")):
         await cast(WrongKeys, request.app.state.wrong_keys).wait(address_in(request.scope))
     if caller_of(request).admin or isinstance(body, SessionSearchRequest):  # the ids of a search only filter
         return

@@ -32,7 +32,7 @@ half of both.
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -112,13 +112,20 @@ class _Session(Generic[T]):
             self.debt -= paid
             self.deficit += quantum - paid
 
-    def settle(self) -> None:
-        """Without a gradient to take it saves nothing; with nothing queued it owes nothing."""
-        if self.gradient() is None:
-            self.on_turn = False
-            self.deficit = 0
-            if all(model.idle for model in self.models.values()):
-                self.debt = 0
+    @property
+    def idle(self) -> bool:
+        return all(model.idle for model in self.models.values())
+
+    def settle(self) -> bool:
+        """Without a gradient to take it saves nothing; with nothing queued it owes nothing, and this is false."""
+        if self.gradient() is not None:
+            return True
+        self.on_turn = False
+        self.deficit = 0
+        if self.idle:
+            self.debt = 0
+            return False
+        return True
 
 
 @dataclass(slots=True, eq=False)
@@ -147,7 +154,7 @@ class _Owner(Generic[T]):
 
     @property
     def idle(self) -> bool:
-        return all(model.idle for session in self.ring.values() for model in session.models.values())
+        return all(session.idle for session in self.ring.values())
 
     def gradient(self) -> Cost | None:
         """The next one."""
@@ -172,15 +179,17 @@ class _Owner(Generic[T]):
         self.debt -= paid
         self.deficit += amount - paid
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         """As each session does."""
+        busy = False
         for session in self.ring.values():
-            session.settle()
-        if self.gradient() is None:
+            busy |= session.settle()
+        if (self.on_turn or self.deficit or self.debt) and self.gradient() is None:
             self.on_turn = False
             self.deficit = 0
-            if self.idle:
+            if not busy:
                 self.debt = 0
+        return busy
 
     def fill(self, batch: _Batch[T], quantum: int) -> None:
         """Let the sessions take their turns, until the batch is full or complete for them, or `deficit` does not pay
@@ -241,17 +250,18 @@ class FairQueue(Generic[T]):
             if not ring:
                 del self._owners[model.owner]
 
-    def _busy(self) -> list[str]:
-        """The owners that have something queued, in order."""
-        return [name for name, owner in self._owners.items() if not owner.idle]
+    def _several(self) -> bool:
+        """Whether more than one owner has something queued."""
+        return len(self._owners) > 1 and sum(not owner.idle for owner in self._owners.values()) > 1
 
     # Between batches ------------------------------------------------------------------------------------------------
 
     def take_step(self) -> T | None:
         """Take a command that is not a gradient, of an owner and session that may run it now; None if there is none.
         The owner that owes the least is first."""
-        several = len(self._busy()) > 1
-        for owner in sorted(self._owners.values(), key=lambda owner: owner.debt):
+        several = self._several()
+        owners: Iterable[_Owner[T]] = self._owners.values()
+        for owner in sorted(owners, key=lambda owner: owner.debt) if several else owners:
             if several and owner.debt >= self._least:
                 return None
             if (found := owner.step(self._quantum)) is not None:
@@ -277,11 +287,12 @@ class FairQueue(Generic[T]):
 
         Empty if there is none, or if the sessions or owners of other commands have to pay first: then `steps_wait`.
         """
-        for owner in self._owners.values():
-            owner.settle()
-        batch, busy = _Batch[T](budget), self._busy()
+        busy = [owner for owner in self._owners.values() if owner.settle()]
+        batch: _Batch[T] = _Batch(budget)
+        if not busy:
+            return batch.taken
         if len(busy) == 1:
-            owner = self._owners[busy[0]]
+            owner = busy[0]
             owner.deficit, owner.debt = math.inf, 0
             owner.fill(batch, self._quantum)
             owner.deficit, owner.on_turn = 0, False

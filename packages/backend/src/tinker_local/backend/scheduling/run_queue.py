@@ -33,7 +33,7 @@ import heapq
 import logging
 import math
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -222,7 +222,7 @@ class GradientCommand:
     positions, rendered: of the data, image positions included, and bytes of their images; 0 until they are known.
     ready_at: when it was prepared.
     ran: called on the event loop with what the trainer did, when that has succeeded. What it returns, if anything,
-        gives further metrics of the result.
+        gives the result; else that is what the trainer gave.
     began: when its request began to arrive; None: when it is added.
     era: how many failures its client had read by then.
     queue: where it was added.
@@ -231,7 +231,7 @@ class GradientCommand:
     operation: Operation[ForwardBackwardOutput]
     prepare: Callable[[], Coroutine[Any, Any, TrainWork]] | None
     size: int = 0
-    ran: Callable[[TrainWork, TrainResult, int], Awaitable[Mapping[str, float]] | None] = lambda *_: None
+    ran: Callable[[TrainWork, TrainResult, int], Awaitable[ForwardBackwardOutput] | None] = lambda *_: None
     prepared: asyncio.Task[TrainWork] | None = None
     positions: int = 0
     rendered: int = 0

@@ -4,8 +4,8 @@ import asyncio
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from tinker_local.backend.process.process_group import ProcessEndedError
@@ -262,10 +262,10 @@ class TrainScheduler:
                 command.queue.fail(command, result)
             else:
                 self.trained_tokens += command.positions if work.backward else 0
-                further = command.ran(work, result, command.positions)
-                command.queue.added(work)
                 with acting_for(command.queue.owner, command.queue.session_id):
-                    task = asyncio.create_task(self._deliver(command, result, further))
+                    encoded = command.ran(work, result, command.positions)
+                    command.queue.added(work)
+                    task = asyncio.create_task(self._deliver(command, result, encoded))
                 self._deliveries.add(task)
                 task.add_done_callback(self._deliveries.discard)
 
@@ -286,17 +286,16 @@ class TrainScheduler:
         return self._wait_until is not None
 
     async def _deliver(
-        self, command: GradientCommand, result: TrainResult, further: Awaitable[Mapping[str, float]] | None
+        self, command: GradientCommand, result: TrainResult, encoded: Awaitable[ForwardBackwardOutput] | None
     ) -> None:
         """Convert a result to public types in a thread (a thousand datums take a while) while the trainer continues.
-        `further`: metrics beside those of the result."""
+        `encoded`: where that is under way."""
         command.operation.timeline.enter("finishing")
         try:
             size = sum(array.nbytes + OBJECT_BYTES for output in result.outputs for array in output.values())
             form = WireForm(encode_forward_backward_output, decode_forward_backward_output)
-            if further is not None:
-                result = replace(result, metrics={**result.metrics, **await further})
-            command.operation.succeed(await ENCODING.run(to_output, result), size, form)
+            output = await (ENCODING.run(to_output, result) if encoded is None else encoded)
+            command.operation.succeed(output, size, form)
         except Exception as error:
             log.exception("%s failed", command.operation.request_id)
             command.queue.fail(command, as_api_error(error))
@@ -388,11 +387,11 @@ class Preparations:
         return queue.first_unprepared and not self._of_owner[queue.owner] and not any(q.first_prepared for q in own)
 
 
-def to_output(result: TrainResult) -> ForwardBackwardOutput:
-    """The trainer's arrays as public types, without copying."""
+def to_output(result: TrainResult, further: Mapping[str, float] = MappingProxyType({})) -> ForwardBackwardOutput:
+    """The trainer's arrays as public types, without copying. `further`: metrics beside those of the result."""
     return ForwardBackwardOutput(
         loss_fn_outputs=tuple(
             {name: TensorData.from_numpy(array) for name, array in output.items()} for output in result.outputs
         ),
-        metrics=dict(result.metrics),
+        metrics={**result.metrics, **further},
     )
