@@ -148,35 +148,21 @@ def judge_routes(
     where all experts are the same.
     """
     lengths = [each.whole.length for each in samples]
-    is_sampled = np.concatenate(
-        [np.arange(each.whole.length) >= each.prompt.length for each in samples]  # computed in steps of decoding
-    )
     is_last = np.zeros(sum(lengths), np.bool_)
     is_last[np.cumsum(lengths) - 1] = True
-    record = np.concatenate([each.padded(routed).own for each in samples])
-    others = other_experts(record, taken.own)
-    by_rounding = [other_experts(alone.own, each.own) for each in nudged]
-    parts = {"prompts": ~is_sampled, "sampled tokens": is_sampled & ~is_last}
-    unrelated = 1 - routed.chosen / routed.experts
+    # Prompts are computed in a few large steps, and sampled tokens in many small ones.
+    is_sampled = np.concatenate([np.arange(each.whole.length) >= each.prompt.length for each in samples])
+    others = other_experts(np.concatenate([each.padded(routed).own for each in samples]), taken.own)
+    noise = max(float(other_experts(alone.own, each.own)[~is_last].mean(0).max()) for each in nudged)
+    limit = min(max(ALWAYS_NORMAL, TIMES * noise), (1 - routed.chosen / routed.experts) / 2)
+    parts = {"prompts": others[~is_sampled], "sampled tokens": others[is_sampled & ~is_last]}
+    problem = next(filter(None, (_wrong_layer(part, each, limit, routed) for part, each in parts.items())), "")
+
+    scored = np.concatenate([np.arange(1, each.whole.length) >= each.prompt.length for each in samples])
     theirs = np.concatenate([each.sequence.logprobs for each in samples])
-    of_samples = _scored(lengths, samples)
-    without, replayed = (float(np.abs(each.logprobs[of_samples] - theirs).mean()) for each in (alone, taken))
-    by_nudge = float(np.mean([np.abs(each.logprobs - alone.logprobs)[of_samples].mean() for each in nudged]))
-    problem = ""
-    for part, at in parts.items():
-        if not at.any():
-            continue
-        layers = others[at].mean(0)
-        noise = max(float(each[at].mean(0).max()) for each in by_rounding)
-        limit = min(max(ALWAYS_NORMAL, TIMES * noise), unrelated / 2)
-        worst = int(layers.argmax())
-        if not layers[worst] <= limit:
-            problem = (
-                f"of those recorded in layer {routed.layers[worst]} for {part}, {100 * layers[worst]:.2g}% are not "
-                f"those of the trainer's router (at most {100 * limit:.2g}% is normal)"
-            )
-            break
-    allowed = max(least, by_nudge)
+    without, replayed = (float(np.abs(each.logprobs[scored] - theirs).mean()) for each in (alone, taken))
+    by_rounding = float(np.mean([np.abs(each.logprobs - alone.logprobs)[scored].mean() for each in nudged]))
+    allowed = max(least, by_rounding)
     if not problem and not replayed <= without + allowed:
         problem = (
             f"with those recorded the trainer's logprobs of samples differ from the sampler's by {replayed:.3g} nats "
@@ -185,10 +171,17 @@ def judge_routes(
     return RoutesCheck(float(others[~is_last].mean()), without, replayed, problem)
 
 
-def _scored(lengths: Sequence[int], samples: Sequence[Sampled]) -> npt.NDArray[np.bool_]:
-    """Which logprobs of whole samples, which have none of their first positions, are of sampled tokens."""
-    found = [np.arange(1, length) >= each.prompt.length for length, each in zip(lengths, samples, strict=True)]
-    return np.concatenate(found)
+def _wrong_layer(part: str, others: npt.NDArray[np.float64], limit: float, routed: RoutedLayers) -> str:
+    """The layer in which more than `limit` of the experts recorded for a `part` are others, in words; empty if there is
+    none. `others` [N, L]."""
+    shares = others.mean(0) if len(others) else np.zeros(1)
+    worst = int(shares.argmax())
+    if shares[worst] <= limit:
+        return ""
+    return (
+        f"of those recorded in layer {routed.layers[worst]} for {part}, {100 * shares[worst]:.2g}% are not those of "
+        f"the trainer's router (at most {100 * limit:.2g}% is normal)"
+    )
 
 
 def other_experts(recorded: RouteArray, own: RouteArray) -> npt.NDArray[np.float64]:
