@@ -153,6 +153,8 @@ def test_of_a_recorder_that_is_wrong_nothing_is_replayed_and_the_start_says_so(
         logprobs, share = forward(client, data(sequences))
         assert share == 0.0
         np.testing.assert_allclose(logprobs, np.concatenate([each.logprobs_np for each in sequences]), atol=1e-4)
+        trained = client.forward_backward(data(sequences), "importance_sampling").result()
+        assert trained.metrics[REPLAYED] == 0.0
 
 
 def test_a_start_that_cannot_check_what_is_recorded_goes_on_without_it(

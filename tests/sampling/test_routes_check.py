@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from tinker_local.backend.models.agreement import LENGTHS
+from tinker_local.backend.models import served_models
+from tinker_local.backend.models.agreement import LENGTHS, Probes
 from tinker_local.backend.models.routes_check import (
     SAMPLES,
     RoutesCheck,
@@ -15,6 +17,7 @@ from tinker_local.backend.models.routes_check import (
     judge_routes,
     other_experts,
 )
+from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.options import DType
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.tiny_models import make_tiny_text_model
@@ -144,6 +147,29 @@ def test_a_context_without_room_for_samples_takes_none() -> None:
     nothing: Any = None
     found = asyncio.run(check_routes(nothing, nothing, nothing, RoutedLayers((0,), 1, 4), PROBES, 16, 1e-4, 0))
     assert "a context of 16 positions has no room" in found.problem
+
+
+def test_one_replica_that_is_wrong_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+
+    async def found(*args: Any) -> RoutesCheck:
+        looked.append(args[-1])
+        return RoutesCheck(0.01, 0.1, 0.1, "wrong" if looked[-1] == 1 else "")
+
+    monkeypatch.setattr(served_models, "check_routes", found)
+    engines = SimpleNamespace(trainer=None, sampler=None, least_rounding=1e-4)
+    model: Any = SimpleNamespace(
+        replicas=3,
+        routed=ROUTED,
+        routes=None,
+        engines=engines,
+        scheduler=SimpleNamespace(call=None),
+        probes=Probes((), ()),
+        max_context_length=256,
+    )
+    asyncio.run(ServedModel.check_routes(model))
+    assert looked == [0, 1]
+    assert (model.routed, model.routes.problem) == (None, "wrong")
 
 
 ROUTED = RoutedLayers((1, 4), 2, 8)
