@@ -46,21 +46,29 @@ VOCABULARY = 380
 """Ids below it stand in prompts; the tokenizer of tiny models has about as many."""
 
 
+def settings_of(saved: dict[str, Any], layers: int | None) -> dict[str, Any]:
+    """The config of the cut model, or of the tiny one with `layers` None, from that of a tiny mixture as it is `saved`:
+    with another name for the number of experts, which would count for more."""
+    from harness.model_shapes import SHAPES
+
+    experts = saved["num_local_experts"]
+    kept = {name: value for name, value in saved.items() if name != "num_local_experts"} | {"dtype": "bfloat16"}
+    if layers is None:
+        return kept | {"num_experts": experts, "num_experts_per_tok": 4}
+    return kept | SHAPES["qwen3-30b-a3b"].settings | {"num_hidden_layers": layers, "max_position_embeddings": 8192}
+
+
 def write_model(out: Path, layers: int | None) -> None:
     """The cut model on a GPU; a tiny one with `layers` None."""
     import transformers
-    from harness.model_shapes import SHAPES
     from random_model import random_model
     from tinker_local.backend.tiny_models import TextShape, make_tiny_text_model
 
     if layers is None:
         make_tiny_text_model(out, family="qwen3_moe", shape=TextShape(num_layers=4, hidden_size=128))
-        config = json.loads((out / "config.json").read_text()) | {"num_experts": 32, "num_experts_per_tok": 4}
     else:
         make_tiny_text_model(out, family="qwen3_moe")
-        shape = SHAPES["qwen3-30b-a3b"].settings | {"num_hidden_layers": layers, "max_position_embeddings": 8192}
-        config = json.loads((out / "config.json").read_text()) | shape
-    config |= {"dtype": "bfloat16"}
+    config = settings_of(json.loads((out / "config.json").read_text()), layers)
     for old in out.glob("*.safetensors"):
         old.unlink()
     model = random_model(transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig(**config))

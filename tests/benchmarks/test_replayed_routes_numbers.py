@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import replayed_routes  # type: ignore[import-not-found]
+import transformers
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.trainer import TrainDatum, TrainResult
 
@@ -25,3 +26,11 @@ def test_kl_is_of_sampled_tokens_alone() -> None:
 def test_advantages_are_less_the_mean_of_a_group_and_never_zero() -> None:
     found = replayed_routes.advantages_of(np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, 1.0]]), 2)
     assert found.tolist() == [[0.5, -0.5], [-0.5, 0.5], [1e-9, 1e-9], [1e-9, 1e-9]]
+
+
+@pytest.mark.parametrize(("layers", "experts", "chosen"), [(None, 8, 4), (3, 128, 8)])
+def test_the_model_has_as_many_experts_as_the_benchmark_says(layers: int | None, experts: int, chosen: int) -> None:
+    """transformers saves their number by another name, which was taken in place of that of the shape."""
+    saved = transformers.Qwen3MoeConfig(num_experts=8, num_experts_per_tok=2).to_dict()
+    config = transformers.Qwen3MoeConfig(**replayed_routes.settings_of(saved, layers))
+    assert (config.num_experts, config.num_experts_per_tok) == (experts, chosen)

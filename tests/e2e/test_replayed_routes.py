@@ -1,5 +1,6 @@
 """A gradient on recorded samples of a mixture of experts takes the experts that they took, through the SDK."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +14,9 @@ from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.tiny_models import make_tiny_text_model
 from tinker_local.backend.training.routes import REPLAYED, Routes
+from tinker_local.backend.training.run.worker import HFTrainer
+from tinker_local.backend.vllm_engine.record_routes import RouteTable
+from tinker_local.types import NotEnoughMemoryError
 
 pytestmark = pytest.mark.more
 
@@ -29,10 +33,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def served(folder: Path, data: Path, **options: Any) -> Iterator[tuple[InProcessBackend, Any]]:
+def served(
+    folder: Path, data: Path, progress: Callable[[str], None] | None = None, **options: Any
+) -> Iterator[tuple[InProcessBackend, Any]]:
     """The backend, and a training client with an adapter that changes something."""
     chosen = BackendOptions(data_dir=data, max_rank=8, kv_cache_bytes=2**26, **options)
-    backend = InProcessBackend([ModelSource(BASE, str(folder))], chosen)
+    backend = InProcessBackend([ModelSource(BASE, str(folder))], chosen, progress=progress or (lambda _: None))
     server = LoopbackServer(backend)
     try:
         with tinker.ServiceClient(base_url=server.url, api_key=server.api_key) as service:
@@ -122,6 +128,48 @@ def test_recorded_experts_are_taken_and_the_metric_says_how_many(place: str, fol
         assert forward(client, data(sequences))[1] == 0.0
         assert sample(client, record=False)[0].sequence_id is not None
         assert not kept
+
+
+def test_of_a_recorder_that_is_wrong_nothing_is_replayed_and_the_start_says_so(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is served all the same."""
+
+    def nothing_but_zeros(table: RouteTable, slots: Any) -> None:
+        table._table.zero_()
+
+    monkeypatch.setattr(RouteTable, "keep", nothing_but_zeros)
+    said: list[str] = []
+    with served(folder, tmp_path, said.append, dtype="float32") as (backend, client):
+        assert backend.models.get(BASE).routed is None
+        (line,) = [each for each in said if "the experts that samples took" in each]
+        assert re.fullmatch(
+            rf"{BASE}: gradients do not take the experts that samples took: of those recorded in layer \d for prompts, "
+            r"[\d.]+% are not those of the trainer's router \(at most 5% is normal\)",
+            line,
+        )
+        sequences = sample(client)
+        assert backend.sampling.routes.bytes == 0
+        logprobs, share = forward(client, data(sequences))
+        assert share == 0.0
+        np.testing.assert_allclose(logprobs, np.concatenate([each.logprobs_np for each in sequences]), atol=1e-4)
+        trained = client.forward_backward(data(sequences), "importance_sampling").result()
+        assert trained.metrics[REPLAYED] == 0.0
+
+
+def test_a_start_that_cannot_check_what_is_recorded_goes_on_without_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise NotEnoughMemoryError("logprobs of 376 positions: out of memory")
+
+    monkeypatch.setattr(HFTrainer, "replayed", refused)
+    said: list[str] = []
+    with served(folder, tmp_path, said.append, dtype="float32") as (_, client):
+        assert any(
+            each.endswith("they could not be checked: logprobs of 376 positions: out of memory") for each in said
+        )
+        assert forward(client, data(sample(client)))[1] == 0.0
 
 
 def test_without_it_nothing_is_recorded_and_there_is_no_metric(folder: Path, tmp_path: Path) -> None:

@@ -145,6 +145,43 @@ def test_given_experts_compute_as_transformers_with_routers_that_take_them(
         assert_like_forced(trainer, family, with_routes(works, trainer.routed))
 
 
+@pytest.mark.parametrize(("family", "decoder"), [("qwen3_moe", "written-out"), ("gpt_oss", "autograd")])
+def test_a_trainer_says_which_experts_its_routers_choose_themselves(family: str, decoder: Any, folder: Folder) -> None:
+    """Those of transformers' routers, while each layer takes what it is given, if that is anything."""
+    with InFloat64():
+        trainer = new_trainer(folder(family), decoder=decoder, dtype="float64")
+        routed, model = trainer.routed, Merged(trainer).model
+        assert routed is not None
+        inputs = [RenderedInput(np.random.default_rng(seed).integers(20, 380, 9).astype(np.int32)) for seed in (0, 1)]
+        chosen: list[torch.Tensor] = []
+        for module in model.modules():
+            if "Router" in type(module).__name__:
+                module.register_forward_hook(lambda *args: chosen.append(args[2][2]))
+        for each in inputs:
+            model(input_ids=torch.from_numpy(each.token_ids.astype(np.int64))[None])
+        layers = len(routed.layers)
+        wanted = np.concatenate([torch.stack(chosen[at : at + layers], 1).numpy() for at in (0, layers)])
+
+        alone = trainer.replayed(inputs, [Routes.of(routed.unrecorded(9))] * 2)
+        np.testing.assert_array_equal(np.sort(alone.own, -1), np.sort(wanted, -1))
+        assert alone.own.dtype == routed.dtype
+        np.testing.assert_array_equal(alone.logprobs, trainer.logprobs(None, *inputs))
+
+        turned = [Routes.of((part + 1) % routed.experts) for part in np.split(alone.own, 2)]
+        given = trainer.replayed(inputs, turned)
+        np.testing.assert_array_equal(np.sort(given.own[:, 0], -1), np.sort(wanted[:, 0], -1))
+        assert (np.sort(given.own, -1) != np.sort(wanted, -1)).any()
+        assert np.abs(given.logprobs - alone.logprobs).max() > 1e-4
+        with pytest.raises(InvalidRequestError, match=r"routes\[1\]: its routes are of 8 positions, not of 9"):
+            trainer.replayed(inputs, [turned[0], turned[1].first(8)])
+
+
+def test_a_trainer_that_takes_no_experts_cannot_replay_them(folder: Folder) -> None:
+    trainer = new_trainer(folder("qwen3_moe"), replay_routes=False)
+    with pytest.raises(InvalidRequestError, match="names experts, which tiny does not take here"):
+        trainer.replayed([RenderedInput(np.arange(3, dtype=np.int32))], [Routes.of(np.zeros((3, 2, 2), np.uint8))])
+
+
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("glm4_moe", marks=pytest.mark.more)])
 def test_layers_that_are_computed_again_take_the_same_experts(

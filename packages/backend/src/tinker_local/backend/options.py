@@ -371,7 +371,7 @@ class BackendOptions:
         ReplayRoutes,
         CommandOption(
             "Whether a gradient on recorded samples of a mixture of experts takes the experts that they took: auto, of "
-            "all models whose engines can; off, the trainer's routers choose.",
+            "all models whose engines can, and whose records the start finds right; off, the trainer's routers choose.",
             group=OF_ENGINES,
         ),
     ] = "auto"

@@ -34,8 +34,8 @@ from tinker_local.backend.training.module_outputs import ModuleOutputs
 from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.optimizers.optimizer import Limits, Optimizer, OptimizerState
 from tinker_local.backend.training.rotations import Rotations
-from tinker_local.backend.training.routes import RoutedLayers
-from tinker_local.backend.training.trainer import Seat, TrainDatum, TrainResult, TrainWork
+from tinker_local.backend.training.routes import RoutedLayers, Routes
+from tinker_local.backend.training.trainer import Replayed, Seat, TrainDatum, TrainResult, TrainWork
 from tinker_local.types import ApiError, InvalidRequestError, LoraConfig, NotFoundError
 from tinker_local.types.base import Frozen
 
@@ -333,6 +333,10 @@ class FakeTrainer:
             unit = np.float32(np.finfo(np.float32).eps)
             logprobs *= 1 + unit * np.random.default_rng(nudge).integers(-1, 2, logprobs.shape)
         return logprobs
+
+    def replayed(self, inputs: Sequence[RenderedInput], routes: Sequence[Routes], nudge: int = 0) -> Replayed:
+        """A bigram model has no experts."""
+        raise InvalidRequestError(f"routes: names experts, which {self._model.name} does not take here")
 
     def release_memory(self) -> None:
         """Release the cached memory."""

@@ -166,6 +166,9 @@ async def _load_base_model(
             difference = max(difference, await model.check_adapters())
     for target, why in model.unsampled.items():
         progress(f"{names[0]}: runs with {target} are refused: {why}")
+    if model.routed is not None:
+        with stage("experts"):
+            await model.check_routes()
     with stage("long text"):
         reached = await model.check_far(verdict_file(options.data_dir, path, _settings(model, options)))
     model.start = {**engines.stages, "comparisons": taken()}

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from tinker_local.backend.models.positions import (
     refusal,
     write_verdict,
 )
+from tinker_local.backend.models.routes_check import RoutesCheck, check_routes
 from tinker_local.backend.models.supervision import SamplerSupervision, StallWatch, TrainerSupervision
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.rendering.rendered_input import RenderedInput, Renderer
@@ -127,7 +129,8 @@ class ServedModel:
     `images_of_start`, the counts of `images()` until then. `unsampled`: fields of `LoraConfig` that `check_adapters`
     found must be off, with the reasons. `replicas`: how many the sampler has. `scaled`: the first position at which
     queries get longer, if `check_positions` has seen one. `check_agreement` sets `base_seconds`, how long it took.
-    `start`: where the time of the start went, by part.
+    `start`: where the time of the start went, by part. `routed`: the layers whose recorded experts are taken in
+    training; None: of no layer. `routes`: what `check_routes` found, if it looked.
     """
 
     names: tuple[str, ...]
@@ -150,6 +153,7 @@ class ServedModel:
     sample_turns: SampleTurns = field(init=False)
     replicas: int = field(init=False)
     routed: RoutedLayers | None = field(init=False)
+    routes: RoutesCheck | None = None
     scaled: int | None = None
     base_seconds: float = 0.0
     start: Mapping[str, Sequence[Stage]] = field(default_factory=dict)
@@ -305,6 +309,31 @@ class ServedModel:
         self.images_of_start = self.images()
         return compared.worst.difference
 
+    async def check_routes(self) -> None:
+        """See whether the experts that the sampler records are those it takes, after `check_agreement`. If not, or if
+        that cannot be seen, none are taken in training. It ends no start."""
+        engines = self.engines
+        for replica in range(self.replicas):
+            if self.routed is None:
+                return
+            try:
+                found = await check_routes(
+                    engines.trainer,
+                    engines.sampler,
+                    self.scheduler.call,
+                    self.routed,
+                    self.probes.base,
+                    self.max_context_length,
+                    engines.least_rounding,
+                    replica,
+                )
+            except ApiError as error:
+                found = RoutesCheck(math.nan, math.nan, math.nan, f"they could not be checked: {error}")
+            if self.routes is None or found.problem or found.other > self.routes.other:
+                self.routes = found
+            if found.problem:
+                self.routed = None
+
     def check_sampled(self, config: LoraConfig) -> None:
         """InvalidRequestError if `config` trains what the sampler would not compute."""
         for target, why in self.unsampled.items():
@@ -415,8 +444,10 @@ class ServedModel:
         if self.routed is not None:
             return (
                 f"gradients on recorded samples take the experts that they took, of {len(self.routed.layers)} layers "
-                f"({self.routed.position_bytes} bytes a position)"
+                f"({self.routed.position_bytes} bytes a position)" + (f": {self.routes}" if self.routes else "")
             )
+        if self.routes is not None:
+            return f"gradients do not take the experts that samples took: {self.routes.problem}"
         if trains is None and samples is None:
             return ""
         why = "have different layers of them" if trains and samples else "do not both say which these are"

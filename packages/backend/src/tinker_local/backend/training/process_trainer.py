@@ -21,8 +21,8 @@ from tinker_local.backend.stages import Stage, taken
 from tinker_local.backend.training.module_outputs import ModuleOutputs
 from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.rotations import Rotations
-from tinker_local.backend.training.routes import RoutedLayers
-from tinker_local.backend.training.trainer import Seat, Trainer, TrainResult, TrainWork
+from tinker_local.backend.training.routes import RoutedLayers, Routes
+from tinker_local.backend.training.trainer import Replayed, Seat, Trainer, TrainResult, TrainWork
 from tinker_local.types import ApiError, LoraConfig
 from tinker_local.types.base import Frozen
 
@@ -244,6 +244,10 @@ class ProcessTrainer(ProcessEngine):
         return cast(
             npt.NDArray[np.float32], self._call("logprobs", adapter_id, *inputs, nudge=nudge, positions=positions)
         )
+
+    def replayed(self, inputs: Sequence[RenderedInput], routes: Sequence[Routes], nudge: int = 0) -> Replayed:
+        positions = sum(each.length for each in inputs)
+        return cast(Replayed, self._call("replayed", inputs, routes, nudge=nudge, positions=positions))
 
     def rotations(self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
         return cast(Rotations, self._read("rotations", layers, positions))

@@ -10,7 +10,7 @@ from tinker_local.backend.adapters.adapter import AdapterDType, AdapterLayout, A
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.module_outputs import ModuleOutputs
 from tinker_local.backend.training.rotations import Rotations
-from tinker_local.backend.training.routes import RoutedLayers, Routes
+from tinker_local.backend.training.routes import RouteArray, RoutedLayers, Routes
 from tinker_local.types import ApiError, LoraConfig
 from tinker_local.types.base import Frozen
 
@@ -48,6 +48,15 @@ class TrainResult:
 
     outputs: Sequence[Mapping[str, npt.NDArray[np.float32]]]
     metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replayed:
+    """Of several inputs, concatenated. `logprobs`: as of `Trainer.logprobs`. `own` [N, L, K]: the experts that routers
+    choose at each position themselves, where all layers before took those that were given."""
+
+    logprobs: npt.NDArray[np.float32]
+    own: RouteArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +151,10 @@ class Trainer(Protocol):
         """log p(token[i+1] | tokens[..i]) for i in [0, N-1), float32 [N-1] of each input, concatenated. All inputs
         share one row. `adapter_id` None: the base model. `nudge`: unless it is 0, a seed by which each number of the
         embeddings and pixels moves by at most a unit in its last place, so that all that follows rounds otherwise."""
+
+    def replayed(self, inputs: Sequence[RenderedInput], routes: Sequence[Routes], nudge: int = 0) -> Replayed:
+        """The base model's `logprobs` of `inputs`, whose positions take the experts of `routes` where these are
+        recorded. InvalidRequestError if they do not fit, or if the trainer is not `routed`."""
 
     def rotations(self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
         """What attention makes of positions (`training/rotations.py`). Nothing for layers of which that is not

@@ -18,27 +18,33 @@ from torch.overrides import TorchFunctionMode
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRoutes:
     """Of one layer: `numbers` [T, K], of a small dtype, all with the largest number of it for tokens whose experts are
-    not known. `count`: E."""
+    not known. `count`: E. `own` [T, K] of the same dtype gets what the router has chosen itself; None: it is not asked
+    for."""
 
     numbers: torch.Tensor
     count: int
+    own: torch.Tensor | None = None
 
     def taken(self, chosen: torch.Tensor) -> torch.Tensor:
         """The experts that are known, and otherwise those that the router has `chosen`, int64 [T, K] each."""
+        if self.own is not None:
+            self.own.copy_(chosen)
         known = self.numbers[:, :1] != torch.iinfo(self.numbers.dtype).max
         return torch.where(known, self.numbers.long(), chosen)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowRoutes:
-    """Of a row: `numbers` [T, L, K], as those of `LayerRoutes`. `count`: E."""
+    """Of a row: `numbers` and `own` [T, L, K], as those of `LayerRoutes`. `count`: E."""
 
     numbers: torch.Tensor
     count: int
+    own: torch.Tensor | None = None
 
     def layer(self, place: int) -> LayerRoutes:
         """Of the layer at `place` among those with experts."""
-        return LayerRoutes(self.numbers[:, place], self.count)
+        own = None if self.own is None else self.own[:, place]
+        return LayerRoutes(self.numbers[:, place], self.count, own)
 
 
 class _Choice(TorchFunctionMode):

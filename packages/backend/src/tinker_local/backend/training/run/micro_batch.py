@@ -7,7 +7,7 @@ Legend: T positions, H hidden size, M targets (positions times candidates).
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -192,6 +192,19 @@ class MicroBatchRunner:
     def logprobs(self, items: Sequence[Item], adapters: Mapping[str, Adapter], nudge: int = 0) -> torch.Tensor:
         """Compute only the logprobs of the targets of `items` in one row, [M] on the host. `nudge`: see
         `Trainer.logprobs`."""
+        return self._logprobs(items, adapters, nudge)[0]
+
+    @torch.no_grad()
+    def replayed(self, items: Sequence[Item], nudge: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of the base model, with the experts that routers choose themselves at the positions of `items`,
+        which all name experts, [N, L, K] on the host."""
+        logprobs, own = self._logprobs(items, {}, nudge, own_experts=True)
+        assert own is not None, "what names no experts is refused before it is packed"
+        return logprobs, own
+
+    def _logprobs(
+        self, items: Sequence[Item], adapters: Mapping[str, Adapter], nudge: int, *, own_experts: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         with self.walk(backward=False) as walk, self._row_ranks.sharing():  # all that may fail on one rank
             packed = pack(items, self._loaded.vocab_size, towers_of(adapters))
             part = part_of(packed, self._row_ranks)
@@ -202,11 +215,22 @@ class MicroBatchRunner:
             row = packed_row(self._loaded, self._images, part, None if tower is None else tower.features)
             if nudge:
                 nudge_in_place(row.embeds, nudge, part.start)
+            if own_experts and row.routes is not None:
+                row = replace(row, routes=replace(row.routes, own=torch.zeros_like(row.routes.numbers)))
             done = self._decoder.forward(row, batch, None, walk)
             walk.head()
             logprobs = self._head.logprobs(done.hidden, targets, batch.group(HEAD_GROUP))
             self._row_ranks.add_up(logprobs)
-            return logprobs.cpu()
+            own = None if row.routes is None else row.routes.own
+            return logprobs.cpu(), None if own is None else self._of_whole_row(own, part)
+
+    def _of_whole_row(self, own: torch.Tensor, part: Part) -> torch.Tensor:
+        """`own` [T, L, K] of this rank's part, of all positions without padding, int64 on the host."""
+        positions = len(part.packed.token_ids)
+        whole = torch.zeros(positions + part.padding, *own.shape[1:], dtype=torch.int64, device=own.device)
+        whole[part.start : part.stop] = own
+        self._row_ranks.add_up(whole)
+        return whole[:positions].cpu()
 
     def _lora_batch(self, part: Part, adapters: Mapping[str, Adapter], *, gradient: bool) -> LoraBatch:
         slices = _slices(part, adapters)

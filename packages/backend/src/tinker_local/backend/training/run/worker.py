@@ -48,7 +48,7 @@ from tinker_local.backend.training.run.picture_check import check_pictures
 from tinker_local.backend.training.run.tally import Tally
 from tinker_local.backend.training.run.token_budget import TokenBudget
 from tinker_local.backend.training.run.transfer import to_host
-from tinker_local.backend.training.trainer import Seat, TrainDatum, TrainResult, TrainWork
+from tinker_local.backend.training.trainer import Replayed, Seat, TrainDatum, TrainResult, TrainWork
 from tinker_local.backend.training.trainer_config import TrainerConfig
 from tinker_local.backend.weights.lent_weights import in_words
 from tinker_local.types import (
@@ -302,6 +302,21 @@ class HFTrainer:
             raise NotEnoughMemoryError(f"logprobs of {positions} positions: {why}") from None
         ends = np.cumsum([each.length for each in inputs]) - 1
         return np.delete(values, ends).astype(np.float32)
+
+    def replayed(self, inputs: Sequence[RenderedInput], routes: Sequence[Routes], nudge: int = 0) -> Replayed:
+        """See `Trainer.replayed`."""
+        self._leave_spare_memory()
+        items = []
+        for at, (each, taken) in enumerate(zip(inputs, routes, strict=True)):
+            self._check_input(each, f"inputs[{at}]")
+            self._check_routes(taken, each.length, f"routes[{at}]")
+            next_tokens = np.append(each.token_ids[1:], 0).astype(np.int64)
+            given = nudging.images_nudged(each, self._loaded.dtype, nudge) if nudge else each
+            items.append(Item(0, at, None, TrainDatum(given, next_tokens, {}, taken)))
+        values, own = self._ranks.together(lambda: self._runner.replayed(items, nudge))
+        ends = np.cumsum([each.length for each in inputs]) - 1
+        dtype = routes[0].own.dtype
+        return Replayed(np.delete(values.numpy(), ends).astype(np.float32), own.numpy().astype(dtype))
 
     def rotations(self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
         """See `Trainer.rotations`. Ranks compute the same, and one may do it alone."""
