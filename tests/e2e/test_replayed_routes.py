@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
+import torch
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.tiny_models import make_tiny_text_model
@@ -155,6 +156,17 @@ def test_of_a_recorder_that_is_wrong_nothing_is_replayed_and_the_start_says_so(
         np.testing.assert_allclose(logprobs, np.concatenate([each.logprobs_np for each in sequences]), atol=1e-4)
         trained = client.forward_backward(data(sequences), "importance_sampling").result()
         assert trained.metrics[REPLAYED] == 0.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_is_recorded_in_cuda_graphs_is_right(folder: Path, tmp_path: Path) -> None:
+    with served(folder, tmp_path, dtype="bfloat16") as (backend, client):
+        model = backend.models.get(BASE)
+        assert model.routes is not None
+        assert model.routes.problem == ""
+        assert model.routed is not None
+        assert forward(client, data(sample(client)))[1] == 1.0
 
 
 def test_a_start_that_cannot_check_what_is_recorded_goes_on_without_it(
