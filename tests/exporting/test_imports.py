@@ -28,7 +28,7 @@ from tests.exporting.conftest import Tuned, asked, hf_logprobs, load, rendered
 from tests.float64 import Exact, assert_near
 
 Make = Callable[..., Tuned]
-NEWER = ("mixtral", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "qwen3_next")
+NEWER = ("mixtral", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "qwen3_next", "lfm2_moe")
 """Families with routed experts that came later."""
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
