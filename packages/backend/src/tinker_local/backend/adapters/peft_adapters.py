@@ -333,6 +333,8 @@ def _names_of_peft(path: str, family: Family) -> list[str]:
     """What PEFT may call the module at `path`, a part of it or an expert's projection."""
     parent, _, last = path.rpartition(".")
     names = [path, *(f"{parent}.{name}" for name, rows in family.lora.split.items() if last in rows.projections)]
+    if family.lora.experts is not None and family.lora.experts.has(path) and last in family.lora.mlp:
+        names = []  # PEFT knows an MLP by this name, and experts by their parameters alone
     if family.lora.experts is not None and family.lora.experts.peft_fuses:
         names.append(f"{path}{WEIGHT}")
     if family.lora.experts is not None and family.lora.experts.has(path):
