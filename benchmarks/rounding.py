@@ -53,7 +53,7 @@ def models(chosen: list[str], seeds: int, room: Path) -> Iterator[tuple[str, Pat
                 write_random_model(folder, *SHAPES["8b"])
             else:
                 make: Any = make_tiny_text_model if FAMILIES[name].vision is None else make_tiny_vl_model
-                make(folder, family=name, seed=seed, tie_word_embeddings=name == "gemma2")
+                make(folder, family=name, seed=seed, tie_word_embeddings=name in ("gemma2", "lfm2_moe"))
                 if name == "qwen3_5_moe":  # of random numbers, rounding alone sends every other token elsewhere
                     make_experts_alike(folder)
             yield name, folder

@@ -4,7 +4,9 @@ import argparse
 import re
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tinker_local.backend.families import FAMILIES
 from tinker_local.backend.families.line_up import LINE_UP, NOT_SERVED, OTHERS, SEEING, SEEING_BY_AUTOGRAD
@@ -66,14 +68,17 @@ is refused with the reason: vLLM's class takes no adapters on its tower (`intern
 (`glm4v`, `glm_ocr`), or fails with them (`llava` with CLIP's tower).
 """
 TABLE = "served_architectures-20261201-005029.txt"
-"""What `benchmarks/served_architectures.py` found last."""
+"""What `benchmarks/served_architectures.py` found last, of all."""
+LATER = "served_architectures-20261201-041852.txt"
+"""And of one that is served since."""
 
 REFUSED = f"""
 ### Refused
 
 `benchmarks/served_architectures.py` makes a tiny model of each architecture that transformers and vLLM both have.
 [Its table](../benchmarks/results/{TABLE}) says how far a server of each
-is from transformers, or why it is refused. In short:
+is from transformers, or why it is refused; [a later row](../benchmarks/results/{LATER}) has `lfm2_moe`.
+In short:
 
 - models whose images see forward, but for Gemma 3 and 4, as `paligemma`, where all of a prompt does, and in vLLM the
   image alone;
@@ -84,7 +89,7 @@ is from transformers, or why it is refused. In short:
 - models whose layers are not at `model.layers` (`gpt2`, `gpt_neox`, `opt`, `mamba`);
 - models whose layers compute attention by other functions than transformers' common ones, or with values of another
   width than queries (`minicpm3`), or have convolutions along the sequence that are not LFM2's (`falcon_h1`);
-- mixtures of experts that are not named above (`granitemoe`, `lfm2_moe`, `llama4_text`, `deepseek_v2`): adapters train
+- mixtures of experts that are not named above (`granitemoe`, `llama4_text`, `deepseek_v2`): adapters train
   routed experts in those architectures alone;
 """
 NAMES = """
@@ -115,6 +120,12 @@ AFTER_STEPS = {"gpt_oss": "served [in bfloat16](supported.md#gpt-oss)"}
 """Architectures whose published weights take a step before they are served."""
 
 
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]}
+}
+"""Fields of configs that transformers' class has no default of: a layer of each kind."""
+
+
 def architecture(model_type: str) -> str:
     """A line of the first table."""
     from tinker_local.backend.training.model.decoders.autograd import AutogradDecoder
@@ -122,7 +133,8 @@ def architecture(model_type: str) -> str:
     from transformers import AutoConfig
 
     family = FAMILIES[model_type]
-    decoder, _ = decoder_of_sizes(AutoConfig.for_model(model_type), "bfloat16", "auto")
+    config = AutoConfig.for_model(model_type, **SETTINGS.get(model_type, {}))
+    decoder, _ = decoder_of_sizes(config, "bfloat16", "auto")
     how = "autograd" if isinstance(decoder, AutogradDecoder) else "written out"
     images = "" if family.vision is None else "yes"
     # Below "layers.N.self_attn." and the like.

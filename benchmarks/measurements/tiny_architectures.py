@@ -77,7 +77,6 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "paddleocr_vl_text": {"rope_parameters": _ROPE | {"mrope_section": [8, 4, 4]}},
     "gemma3n_text": {"num_kv_shared_layers": 0, "altup_num_inputs": 2, "laurel_rank": 8},
     "lfm2": _CONVOLUTIONS,
-    "lfm2_moe": _CONVOLUTIONS,
     "mamba2": {"num_heads": 8, "head_dim": 32},
     "qwen4_exp_text": {
         "indexer_budget": 32,

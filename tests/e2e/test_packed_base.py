@@ -2,6 +2,7 @@
 after training."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,18 @@ def test_trainer_and_sampler_agree_in_fewer_bits(packed_server: Any, real_sdk: A
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("family", "precision"),
-    [("qwen3_moe", "int8"), ("qwen3_moe", "int4"), ("mixtral", "int8"), ("glm4_moe", "int4"), ("minimax_m2", "int8")],
+    [
+        *(("qwen3_moe", "int8"), ("qwen3_moe", "int4"), ("mixtral", "int8"), ("glm4_moe", "int4")),
+        *(("minimax_m2", "int8"), ("lfm2_moe", "int8")),
+    ],
 )
 def test_trainer_and_sampler_agree_with_experts_in_fewer_bits(
     family: Any, precision: str, serve: Callable[..., Server], tmp_path: Path
 ) -> None:
     """In two processes, which read one copy."""
     shape = TextShape(intermediate_size=256)
+    if family == "lfm2_moe":
+        shape = replace(shape, hidden_size=128, num_layers=3)
     path = make_tiny_text_model(tmp_path / "model", family=family, shape=shape)
     processes = ("--sampler", "process", "--trainer", "process")
     server = serve("--model", f"tiny/experts={path}", "--base-precision", precision, "--kv-cache", "0.25", *processes)

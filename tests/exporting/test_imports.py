@@ -28,7 +28,7 @@ from tests.exporting.conftest import Tuned, asked, hf_logprobs, load, rendered
 from tests.float64 import Exact, assert_near
 
 Make = Callable[..., Tuned]
-NEWER = ("mixtral", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "qwen3_next")
+NEWER = ("mixtral", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "qwen3_next", "lfm2_moe")
 """Families with routed experts that came later."""
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -110,6 +110,17 @@ def test_an_export_comes_back_bit_for_bit(tuned: Make, tmp_path: Path, family: s
         assert all(np.array_equal(state.tensors[name], tensor) for name, tensor in tensors.items())
         found = trainer.logprobs("a", rendered(trained.model, asked(trained.model)))[-12:]
         trained.assert_near(found)
+
+
+def test_an_mlp_may_be_trained_without_experts_of_the_same_name(tuned: Make, tmp_path: Path) -> None:
+    """As PEFT does by last names. The notes say that experts, in the other layers, are not."""
+    model = tuned("lfm2_moe", True).model
+    names = ["in_proj", "w1", "w2", "w3"]
+    expected = by_peft(tmp_path / "peft", model, target_modules=names)
+    with imported(tmp_path / "peft", model) as (trainer, state, notes):
+        assert any("some layers only: of w1 (2 missing), w3 (2 missing), w2 (2 missing)" in note for note in notes)
+        assert not any(array.any() for name, array in state.tensors.items() if ".experts." in name)
+        assert_computes(trainer, model, expected)
 
 
 LANGUAGE = r".*language_model.*\.(q_proj|o_proj|up_proj)"

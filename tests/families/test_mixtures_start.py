@@ -27,6 +27,7 @@ TRAINS: dict[str, str] = {
     "minimax_m2": f"the written-out decoder; adapters reach {ATTENTION}, {EXPERTS}, lm_head",
     "qwen3_next": "the written-out decoder; adapters reach in_proj_qkvz, out_proj, "
     f"{EXPERTS}, {MLP}, {ATTENTION}, lm_head",
+    "lfm2_moe": f"the autograd decoder; adapters reach in_proj, out_proj, {EXPERTS}, q_proj, k_proj, v_proj, lm_head",
 }
 """What the start says of each."""
 
@@ -63,6 +64,11 @@ VARIANTS: dict[str, tuple[TextFamilyName, dict[str, Any]]] = {
         "minimax_m2",
         {"rotary_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     ),
+    "lfm2_moe-without-bias": (
+        "lfm2_moe",
+        {"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "conv_bias": True},
+    ),
+    "lfm2_moe-experts-everywhere": ("lfm2_moe", {"num_dense_layers": 0, "layer_types": ["conv", "conv", "conv"]}),
     "qwen3_next-listed": ("qwen3_next", {"mlp_only_layers": [0], "norm_topk_prob": False}),
 }
 """Families with fields that published models have otherwise than the tiny ones."""
@@ -70,7 +76,7 @@ VARIANTS: dict[str, tuple[TextFamilyName, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", VARIANTS)
 def test_other_settings_of_published_models_start(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = altered(tmp_path / "model", *VARIANTS[case], monkeypatch)
+    folder = altered(tmp_path / "model", *VARIANTS[case], monkeypatch, tied=case.startswith("lfm2_moe"))
     said = asyncio.run(started(folder, tmp_path / "data"))
     agreed = re.search(r"agree to (\S+) nats", said[-1])
     assert agreed is not None
@@ -88,6 +94,8 @@ REFUSED: dict[str, tuple[TextFamilyName, dict[str, Any], str]] = {
         {"use_routing_bias": False},
         "use_routing_bias is False, and transformers' MiniMaxM2ForCausalLM computes as if it were True",
     ),
+    "lfm2_moe-untied": ("lfm2_moe", {}, "tie_word_embeddings is False, and vLLM's Lfm2MoeForCausalLM computes as if"),
+    "lfm2_moe-heads": ("lfm2_moe", {"head_dim": 64}, "head_dim is 64, and vLLM's Lfm2MoeForCausalLM computes as if it"),
     "olmoe-epsilon": ("olmoe", {"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06, and vLLM's OlmoeForCausalLM"),
 }
 """The family, fields of its config, and why a model of them is refused."""
@@ -98,5 +106,5 @@ def test_check_and_serve_refuse_what_vllm_computes_otherwise_before_an_engine_st
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, fields, why = REFUSED[case]
-    folder = altered(tmp_path / "model", family, fields, monkeypatch, tied=case.endswith("-tied"))
+    folder = altered(tmp_path / "model", family, fields, monkeypatch, tied=case.endswith(("-tied", "-heads")))
     check_refused(folder, tmp_path / "data", why, monkeypatch)

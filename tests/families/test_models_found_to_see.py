@@ -55,6 +55,7 @@ from tinker_local.types import (
 )
 
 from tests.e2e.test_models_that_see import GEMMA4, SERVED
+from tests.families.starts import check_refused
 from tests.families.test_experts import Merged
 from tests.float64 import InFloat64
 
@@ -382,6 +383,31 @@ def test_parts_of_rotary_positions_that_are_not_all_of_them_are_refused_with_the
     with pytest.raises(UnsupportedError, match=f"mrope_section of rope_parameters {why}"):
         check_model(str(folder), BackendOptions())
     assert re.search(f"mrope_section of rope_parameters {why}", CliRunner().invoke(check, [str(folder)]).output)
+
+
+def test_parts_of_rotary_positions_that_are_all_of_them_by_default_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a class without a family."""
+    folder = make_tiny_seeing_model(tmp_path / "model", "glm4v")
+    config = json.loads((folder / "config.json").read_bytes())
+    del config["text_config"]["rope_parameters"]["mrope_section"]
+    config["text_config"]["head_dim"] = 128
+    (folder / "config.json").write_text(json.dumps(config))
+    why = "rope_parameters has no mrope_section; transformers takes [8, 12, 12] by default, and vLLM"
+    check_refused(folder, tmp_path / "data", why, monkeypatch)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+def test_a_config_that_leaves_the_parts_of_rotary_positions_to_a_default_is_refused(
+    family: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM has none, and would turn heads by the place in the prompt."""
+    folder = make_tiny_vl_model(tmp_path / "model", family=family)
+    config = json.loads((folder / "config.json").read_bytes())
+    del config["text_config"]["rope_parameters"]["mrope_section"]
+    (folder / "config.json").write_text(json.dumps(config))
+    check_refused(folder, tmp_path / "data", "rope_parameters has no mrope_section", monkeypatch)
 
 
 def test_layers_that_add_features_of_images_in_an_unknown_way_are_refused(

@@ -306,10 +306,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "deepseek_v32": ({}, "the trainer cannot run its layers (TypeError: "),
     "diffllama": ({}, "vLLM has no class DiffLlamaForCausalLM, and cannot run transformers' in its place"),
     "falcon_h1": ({}, "model.layers.0.mamba.conv1d is a convolution along the sequence"),
-    "lfm2_moe": (
-        {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "num_experts": 8},
-        "model.layers.1.feed_forward.experts has 8 routed experts",
-    ),
+    "granitemoe": ({"num_local_experts": 4}, "has 4 routed experts"),
     "persimmon": (
         {},
         "config.json says num_key_value_heads 2, which vLLM reads and transformers' PersimmonConfig does",

@@ -182,7 +182,9 @@ def test_sequences_that_give_way_to_others_have_the_experts_of_their_positions(
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5_moe_text", "glm4_moe", "ernie4_5_moe", "minimax_m2", "gemma4"])
+@pytest.mark.parametrize(
+    "family", ["gpt_oss", "qwen3_5_moe_text", "glm4_moe", "ernie4_5_moe", "minimax_m2", "lfm2_moe", "gemma4"]
+)
 def test_trainer_and_sampler_have_the_same_layers_and_take_the_same_experts(family: Any, tmp_path: Path) -> None:
     """With sliding windows, states of linear attention in the same blocks, layers without experts before those with
     them, and experts beside an MLP."""

@@ -67,7 +67,8 @@ def write_model(family: Any, folder: Path) -> str:
         return str(make_gemma4(folder, family))
     if family in SEEING:
         return str(make_tiny_vl_model(folder, family=family))
-    return str(make_tiny_text_model(folder, family=family, shape=TextShape(num_layers=6)))
+    hidden = 128 if family == "lfm2_moe" else 64  # as wide as its attention
+    return str(make_tiny_text_model(folder, family=family, shape=TextShape(hidden_size=hidden, num_layers=6)))
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ def matrices(sampler: VLLMSampler) -> dict[str, torch.Tensor]:
             (family, "auto", False)
             for family in (
                 *("qwen3", "qwen3_vl", "qwen3_moe", "qwen3_vl_moe", "qwen3_5_text", "qwen2_vl", "qwen2_5_vl"),
-                *("gpt_oss", "gemma2", "gemma3", "llama", "mixtral", "glm4_moe", "minimax_m2"),
+                *("gpt_oss", "gemma2", "gemma3", "llama", "mixtral", "glm4_moe", "minimax_m2", "lfm2_moe"),
                 *("gemma4_text", *GEMMA4, *SHARED_KEYS),
             )
         ),

@@ -240,7 +240,7 @@ def read_peft_adapter(folder: Path, family: Family) -> PeftAdapter:
         tensors = from_parameters(tensors, experts, parent, config.rank, WEIGHTS)
     modules = {}
     for path, names in _named(tensors, family).items():
-        if experts is not None and path.rpartition(".")[2] in experts.names:
+        if experts is not None and experts.has(path):
             modules[path] = _experts(path, names, config, experts)
         else:
             modules[path] = _module(path, names, config, family)
@@ -333,9 +333,11 @@ def _names_of_peft(path: str, family: Family) -> list[str]:
     """What PEFT may call the module at `path`, a part of it or an expert's projection."""
     parent, _, last = path.rpartition(".")
     names = [path, *(f"{parent}.{name}" for name, rows in family.lora.split.items() if last in rows.projections)]
+    if family.lora.experts is not None and family.lora.experts.has(path) and last in family.lora.mlp:
+        names = []  # PEFT knows an MLP by this name, and experts by their parameters alone
     if family.lora.experts is not None and family.lora.experts.peft_fuses:
         names.append(f"{path}{WEIGHT}")
-    if family.lora.experts is not None and last in family.lora.experts.names:
+    if family.lora.experts is not None and family.lora.experts.has(path):
         names.append(f"{parent}.{EXPERTS_DOWN if last == family.lora.experts.down else EXPERTS_GATE_UP}")
     return names
 

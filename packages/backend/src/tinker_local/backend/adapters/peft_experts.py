@@ -118,7 +118,8 @@ def from_parameters(tensors: Tensors, names: Experts, parent: str, rank: int, fi
 def _modules(tensors: Tensors, names: Experts) -> list[str]:
     """The paths of modules of experts that an adapter here trained."""
     ending = f".{names.gate}.lora_A.weight"
-    return [name.removesuffix(ending) for name in tensors if name.endswith(ending)]
+    found = [name.removesuffix(ending) for name in tensors if name.endswith(ending)]
+    return [module for module in found if names.has(f"{module}.{names.gate}")]
 
 
 def _paths(module: str) -> tuple[str, str]:

@@ -20,6 +20,7 @@ TEXT_KINDS = (
     "gemma3_text",
     "gemma4_text",
     "gpt_oss",
+    "lfm2_moe",
     "mixtral",
     "olmoe",
     "qwen2_moe",

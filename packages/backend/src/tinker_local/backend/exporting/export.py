@@ -3,6 +3,7 @@ a GGUF file, compared with the trainer before it is there."""
 
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -141,6 +142,11 @@ def export_checkpoint(
             f"vLLM gives this model's vision tower pixels from 0 to 255 unless it is served with {NORMALIZED}, "
             "whatever adapter it has: then it is what was trained"
         )
+    if to == "merged" and (why := _unlike_vllm(trained)):
+        warnings.append(
+            f"vLLM, and so this server, computes another model of this folder than transformers: {why}. The check was "
+            "by transformers; for vLLM use --to vllm, or train with train_unembed=False"
+        )
     if source.base_precision != found.precision:
         unsure = "" if source.base_precision else ", or by a server that did not record it"
         warnings.append(
@@ -148,6 +154,16 @@ def export_checkpoint(
             "files have it, which computes something else: measure it before you rely on it"
         )
     return Exported(out, found.path, checked, tuple(warnings), files)
+
+
+def _unlike_vllm(trained: Trained) -> str:
+    """Why vLLM computes the merged model otherwise, although it serves the base: a head that was trained is not its
+    embedding any more. Empty if it does not."""
+    if not (trained.has_head and trained.base.tied_head):
+        return ""
+    config = deepcopy(trained.base.config)
+    config.tie_word_embeddings = False
+    return trained.base.family.unlike_vllm(config)
 
 
 def _write(folder: Path, trained: Trained, to: Target) -> None:

@@ -29,7 +29,7 @@ def expert_modules(trained: Trained) -> list[str]:
     found: dict[str, list[str]] = {}
     for path in trained.paths:
         module, _, last = path.rpartition(".")
-        if last in names.names:
+        if names.has(path):
             found.setdefault(module, []).append(last)
     for module, lasts in found.items():
         if set(lasts) != set(names.names):

@@ -89,15 +89,15 @@ class SplitRows:
 class Experts:
     """What the parts of a layer with routed experts are called.
 
-    transformers has one module of all experts of a layer, `experts` in its `mlp`, whose parameters `gate_up_proj`
+    transformers has one module of all experts of a layer, `experts` in `module`, whose parameters `gate_up_proj`
     [E, 2 I, H] and `down_proj` [E, H, I] are not Linear modules. Adapters call their projections `gate`, `up` and
     `down`, below the module's name. Files have these parameters, or a matrix for each expert and projection, which
     they call by `in_files`. `transposed`: whether the parameters are [E, H, 2 I] and [E, I, H] there. `interleaved`:
     whether gate and up take turns there, number by number; otherwise gate comes first. `block`: what files and vLLM
-    call `mlp`.
+    call `module`.
 
-    In transformers' `mlp`: `router`, which gives logits, scores and experts; `bias`, the buffer of its choice that it
-    takes beside its input, if that is not its own; `shared`, the expert that every position takes; `shared_gate`,
+    In transformers' `module`: `router`, which gives logits, scores and experts; `bias`, the buffer of its choice that
+    it takes beside its input, if that is not its own; `shared`, the expert that every position takes; `shared_gate`,
     what its output is multiplied by. Empty: there is none.
 
     `peft_fuses`: whether PEFT takes targets that are called as matrices of experts `in_files` for those of experts
@@ -110,6 +110,7 @@ class Experts:
     in_files: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     transposed: bool = False
     interleaved: bool = False
+    module: str = "mlp"
     block: str = "mlp"
     router: str = "gate"
     bias: str = ""
@@ -124,11 +125,17 @@ class Experts:
 
     def path_in_files(self, path: str) -> str:
         """The module or tensor at `path` of transformers' model as files and vLLM have it, if it is of experts."""
-        return path.replace(".mlp.experts.", f".{self.block}.experts.")
+        return path.replace(f".{self.module}.experts.", f".{self.block}.experts.")
 
     def path_here(self, path: str) -> str:
         """The reverse of `path_in_files`."""
-        return path.replace(f".{self.block}.experts.", ".mlp.experts.")
+        return path.replace(f".{self.block}.experts.", f".{self.module}.experts.")
+
+    def has(self, path: str) -> bool:
+        """Whether the module at `path` of an adapter is a projection of experts. The last names of these may be those
+        of an MLP, too."""
+        parent, _, last = path.rpartition(".")
+        return last in self.names and parent.rpartition(".")[2] == "experts"
 
 
 @dataclass(frozen=True, slots=True)

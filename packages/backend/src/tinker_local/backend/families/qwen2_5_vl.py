@@ -2,7 +2,7 @@
 
 from tinker_local.backend.families.family import Family
 from tinker_local.backend.families.qwen2 import VLLM_HEAD
-from tinker_local.backend.families.qwen_vision import VISION, mrope_position_ids
+from tinker_local.backend.families.qwen_vision import VISION, mrope_position_ids, without_sections
 
 FAMILY = Family(
     auto_class="AutoModelForImageTextToText",
@@ -10,5 +10,6 @@ FAMILY = Family(
     position_ids=mrope_position_ids,
     vision=VISION,
     vllm_head=VLLM_HEAD,
+    unlike_vllm=without_sections,
     tool_parser="hermes",
 )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from tinker_local.backend.families.family import Family, LoraNames, SplitRows, VLLMHead
-from tinker_local.backend.families.qwen_vision import VISION, mrope_position_ids
+from tinker_local.backend.families.qwen_vision import VISION, mrope_position_ids, without_sections
 
 
 def _rows_of_qkv(delta_net: Any) -> tuple[int, int, int]:
@@ -29,4 +29,5 @@ FAMILY = replace(
     auto_class="AutoModelForImageTextToText",
     decoder_path="model.language_model",
     vision=VISION,
+    unlike_vllm=without_sections,
 )

@@ -29,6 +29,17 @@ def mrope_position_ids(config: Any, input: RenderedInput) -> Positions:
     return positions
 
 
+def without_sections(config: Any) -> str:
+    """Why vLLM turns heads otherwise than transformers: it asks the config alone whether positions have rows and
+    columns, and transformers' classes have a default. Empty if the config says it."""
+    if "mrope_section" in (config.get_text_config().rope_parameters or {}):
+        return ""
+    return (
+        "rope_parameters has no mrope_section, by which heads are divided between time, rows and columns: transformers "
+        "has a default, and vLLM turns heads by the place in the prompt alone"
+    )
+
+
 def _merged_grid(image: RenderedImage, merge: int) -> tuple[int, int, int]:
     """Tokens of an image in time, height and width."""
     frames, patch_rows, patch_columns = image.grid_thw

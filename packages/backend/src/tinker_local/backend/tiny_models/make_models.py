@@ -53,6 +53,7 @@ _WITHOUT_HEAD_SIZE: Mapping[str, str] = {
     "olmoe": "OLMoE",
     "qwen2_moe": "Qwen2-MoE",
     "ernie4_5_moe": "Ernie 4.5",
+    "lfm2_moe": "LFM2",
 }
 """Families whose attention is as wide as the hidden state."""
 
@@ -78,6 +79,7 @@ def make_tiny_text_model(
         "olmoe": TextShape(hidden_size=128),
         "qwen2_moe": TextShape(hidden_size=128),
         "ernie4_5_moe": TextShape(hidden_size=128),
+        "lfm2_moe": TextShape(hidden_size=128, num_layers=3),
         "qwen3_5_text": QWEN3_5_SHAPE,
         "qwen3_5_moe_text": QWEN3_5_SHAPE,
         "qwen3_next": QWEN3_5_SHAPE,

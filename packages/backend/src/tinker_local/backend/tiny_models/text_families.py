@@ -19,6 +19,7 @@ TextFamilyName = Literal[
     "gemma3_text",
     "gemma4_text",
     "gpt_oss",
+    "lfm2_moe",
     "mixtral",
     "olmoe",
     "qwen2_moe",
@@ -283,6 +284,21 @@ def _minimax_m2(shape: TextShape) -> dict[str, Any]:
     return {**_local_experts(shape), **_half_rotary(shape), **fields}
 
 
+def _lfm2_moe(shape: TextShape) -> dict[str, Any]:
+    """Two of eight experts, whose scores do not add up to 1; the first layer has an MLP. Of three layers, the second
+    attends, as wide as the hidden state, and convolutions are in front of experts and of an MLP."""
+    return {
+        "moe_intermediate_size": shape.intermediate_size // 8 * 3,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_dense_layers": 1,
+        "routed_scaling_factor": 1.5,
+        "layer_types": [("conv", "full_attention")[index % 2] for index in range(shape.num_layers)],
+        "norm_eps": 1e-5,
+        "rope_parameters": _ROPE,
+    }
+
+
 def _qwen3_next(shape: TextShape) -> dict[str, Any]:
     """As Qwen3.5 with experts, without the positions of images."""
     settings = qwen3_5_moe_settings(shape)
@@ -302,6 +318,7 @@ TEXT_FAMILIES: dict[TextFamilyName, TextFamily] = {
     "gemma3_text": TextFamily("Gemma3ForCausalLM", GEMMA, gemma3_settings),
     "gemma4_text": TextFamily("Gemma4ForCausalLM", GEMMA, _gemma4_text),
     "gpt_oss": TextFamily("GptOssForCausalLM", GPT_OSS, _gpt_oss, tied=False),
+    "lfm2_moe": TextFamily("Lfm2MoeForCausalLM", QWEN, _lfm2_moe),
     "mixtral": TextFamily("MixtralForCausalLM", MISTRAL, _mixtral, tied=False),
     "olmoe": TextFamily("OlmoeForCausalLM", QWEN, _olmoe, tied=False),
     "qwen2_moe": TextFamily("Qwen2MoeForCausalLM", QWEN, _qwen2_moe, tied=False),

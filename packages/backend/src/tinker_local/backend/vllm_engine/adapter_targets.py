@@ -128,6 +128,7 @@ def name_stacked_modules(config: Any, _: int) -> None:
     found = class_of_model(config)
     if found.packed_modules_mapping:  # otherwise vLLM asks the classes of its parts
         found.packed_modules_mapping = {**stacked, **found.packed_modules_mapping}
-    if experts.block != "mlp":
-        renamed = WeightsMapper(orig_to_new_substr={".mlp.experts.": experts.path_in_files(".mlp.experts.")})
+    if experts.block != experts.module:
+        inside = f".{experts.module}.experts."
+        renamed = WeightsMapper(orig_to_new_substr={inside: experts.path_in_files(inside)})
         found.hf_to_vllm_mapper = getattr(found, "hf_to_vllm_mapper", WeightsMapper()) | renamed

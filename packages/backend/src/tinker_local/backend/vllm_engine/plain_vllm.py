@@ -3,7 +3,7 @@
 Reads `asked.json` (model, dtype, adapter, max_lora_rank, prompts as token ids, whether experts share factors, whether
 the adapter changes the vision tower, and whether vLLM has to be told to normalise pixels) and `picture.png` of the
 folder, samples greedily, and writes `answers.json`: tokens and logprobs for each prompt. Of this project's patches,
-only those are applied without which vLLM on a CPU has no such layers.
+only those are applied without which vLLM on a CPU has no such layers, or computes them otherwise than on GPUs.
 """
 
 import json
@@ -20,6 +20,7 @@ def main(folder: Path) -> None:
     from tinker_local.backend.vllm_engine.build_engine import prepare_environment
     from tinker_local.backend.vllm_engine.compat_vllm import image_arguments
     from tinker_local.backend.vllm_engine.delta_net_on_cpu import take_float32
+    from tinker_local.backend.vllm_engine.rotary_on_cpu import read_heads
     from tinker_local.backend.vllm_engine.vllm_experts import take_adapters_on_cpu
     from tinker_local.backend.vllm_engine.whole_images import see_whole_images
 
@@ -27,6 +28,7 @@ def main(folder: Path) -> None:
     take_float32()  # without these, vLLM has such layers on GPUs alone
     take_adapters_on_cpu()
     see_whole_images()
+    read_heads()
     from PIL import Image
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest

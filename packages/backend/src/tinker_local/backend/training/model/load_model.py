@@ -150,6 +150,12 @@ def _check_sections(config: Any, section: Any, where: str) -> None:
         )
 
 
+def _says_sections(config: Any) -> bool:
+    """Whether a text `config` itself has a `mrope_section`, of all layers or of a kind of them."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return any("mrope_section" in each for each in (rope, *rope.values()) if isinstance(each, dict))
+
+
 _AXES = 3
 """Time, rows and columns."""
 
@@ -201,7 +207,13 @@ def _check_layers(config: Any, family: Family, where: str) -> None:
         )
     decoder = model.get_submodule(path)
     for module in decoder.modules():
-        _check_sections(config.get_text_config(), getattr(module, "mrope_section", None), where)
+        section = getattr(module, "mrope_section", None)
+        _check_sections(config.get_text_config(), section, where)
+        if section is not None and family.vision is not None and not _says_sections(config.get_text_config()):
+            raise UnsupportedError(
+                f"{where}: rope_parameters has no mrope_section; transformers takes {section!r} by default, and vLLM, "
+                "which has none, turns heads by the place in the prompt alone"
+            )
     for name, module in decoder.named_modules(prefix=path):
         if isinstance(module, torch.nn.Conv1d) and not is_short_conv(model.get_submodule(name.rpartition(".")[0])):
             raise UnsupportedError(
