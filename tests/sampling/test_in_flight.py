@@ -14,8 +14,9 @@ from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.sampling.sampler import DrawnTokens, MovingWeights, Sampler, SampleWork
 from tinker_local.backend.vllm_engine import compat_vllm
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
+from tinker_local.backend.vllm_engine.moved_sequences import Move, drawn_under
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
-from tinker_local.types import InternalError, SampledSequence, SampleOutput, SamplingParams
+from tinker_local.types import DrawnUnder, InternalError, SampledSequence, SampleOutput, SamplingParams
 
 from tests.sampling.conftest import Served, write_adapter_files
 
@@ -278,6 +279,17 @@ async def test_more_targets_than_slots_take_turns_and_no_sequence_has_anothers_w
         moved += len(sequence.drawn_under) == 2
         await text.sampler.end_target(target.name)
     assert 1 <= moved <= 4  # those that had a slot; the others began with the second version
+
+
+def test_a_change_behind_the_last_token_does_not_say_that_a_prompt_was_read_with_older_keys() -> None:
+    """The sequence began with keys of the version that drew it; the next one came when it had ended."""
+    behind = Move(2, 2**62)
+    assert drawn_under([Move(1), behind], 9, since=1, cached=128) == (
+        DrawnUnder(version=1, tokens=9, on_older_keys=False),
+    )
+    assert drawn_under([Move(1), Move(2), behind], 9, since=1, cached=128) == (
+        DrawnUnder(version=2, tokens=9, on_older_keys=True),
+    )
 
 
 def test_one_slot_or_an_older_vllm_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
