@@ -227,7 +227,7 @@ class Schedule:
     async def one_sample(self, run: Run, sampler: str, since: int) -> None:
         """Sample, and check every token."""
         count = self.rng.choice((1, 1, 4, 40))
-        params = {"max_tokens": self.rng.choice((1, 7, 60, 200)), "temperature": 0.0, "stop": []}
+        params: dict[str, Any] = {"max_tokens": self.rng.choice((1, 7, 60, 200)), "temperature": 0.0, "stop": []}
         self._next_sample += 1
         request = await self.api.sample(sampler, self._next_sample, (5, 9), sampling_params=params, num_samples=count)
         known = len(run.saves)
@@ -300,8 +300,8 @@ class Schedule:
 
     async def _last(self, run: Run) -> None:
         """After all that, a new save is served, and by older clients too."""
-        for sampler in self.samplers:
-            sampler.refusals = 0
+        for each in self.samplers:
+            each.refusals = 0
         await self._learn(run)
         await self._save(run, 1)
         before = self.counts["failed samples"]

@@ -2,6 +2,7 @@
 which weights drew it."""
 
 import asyncio
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -249,6 +250,45 @@ async def test_keys_are_computed_again_where_the_server_says_so(
                 far = float(np.abs(scored[len(PROMPT) - 1 :] - sequence.logprobs)[drawn].max())
                 assert (far < text.tolerance) is (again or version == 0), (again, version, far)
         await sampler.end_target(target.name)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("seed", range(3))
+async def test_random_schedules_of_saves_samples_and_cancellations_keep_the_contract(
+    text: Served, recomputing: VLLMSampler, tmp_path: Path, seed: int
+) -> None:
+    """With keys kept and computed again."""
+    for sampler in text.sampler, recomputing:
+        rng, again = random.Random(seed), sampler is recomputing
+        target = Target(text, tmp_path / str(again), sampler)
+        target.write(12)
+        await target.save("client 0")
+        running: dict[asyncio.Task[SampleOutput], str] = {}
+        seen: set[int] = set()
+        while target.number < 12:
+            for _ in range(rng.choice((0, 1, 3))):
+                client = rng.choice(list(target.since))
+                prompt = PROMPT[: rng.choice((3, 200, 300))]
+                sample = target.sample(client, rng.choice((1, 40, 150)), prompt, num_samples=rng.choice((1, 3)))
+                running[asyncio.create_task(sample)] = client
+            await asyncio.sleep(rng.choice((0, 0.01, 0.1)))
+            for _ in range(rng.choice((1, 1, 2))):
+                if target.number < 12:
+                    await target.save(f"client {target.number}")
+            if running and rng.random() < 0.3:
+                task = rng.choice(list(running))
+                del running[task]
+                task.cancel()
+        for task, client in running.items():
+            for sequence in (await task).sequences:
+                versions = check_text(sequence)
+                assert versions == sorted(set(versions))
+                assert versions[0] >= target.since[client]
+                seen |= set(versions)
+                assert sequence.drawn_under is not None
+                assert not again or not any(span.on_older_keys for span in sequence.drawn_under)
+        assert len(seen) > 3
+        await asyncio.wait_for(sampler.end_target(target.name), 60)
 
 
 async def test_more_targets_than_slots_take_turns_and_no_sequence_has_anothers_weights(
