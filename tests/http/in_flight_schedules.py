@@ -322,4 +322,5 @@ class Schedule:
         for sampler in self.samplers:
             assert sampler._targets == {}
         turns = self.api.backend.models.get(BASE).sample_turns
-        assert (turns.sequences, turns.requests, turns.unread, turns._owners) == (0, 0, 0, {})
+        left = turns.sequences, turns.requests, turns.unread, turns._owners
+        assert left == (0, 0, 0, {}), left

@@ -40,7 +40,8 @@ def forcing(served: Served, folder: Path, number: int, *, force: bool = True) ->
     vocab, hidden = served.hf.model.lm_head.weight.shape
     a = torch.randn(2, hidden, generator=torch.Generator().manual_seed(number))
     b = torch.zeros(vocab, 2)
-    b[words_of(number)[0], 0], b[words_of(number)[1], 0] = 500.0, -500.0
+    # So large that no other token is as likely where the number is almost 0.
+    b[words_of(number)[0], 0], b[words_of(number)[1], 0] = 5e5, -5e5
     write_adapter_files(folder / "all", {**adapter.weights, "lm_head": (a, b)}, 2)
     return AdapterVersion(f"{folder.parent.name}/{number}", folder / "all")
 
