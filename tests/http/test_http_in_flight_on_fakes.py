@@ -1,12 +1,15 @@
 """In-flight clients: what a save, a client, a session and a version that fails mean for the others."""
 
 import asyncio
+import gc
 import threading
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
+from tinker_local.backend.adapters.adapter import AdapterState
+from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.types import InternalError, InvalidRequestError
 
 from tests.http.conftest import Api, datum
@@ -196,6 +199,65 @@ async def test_a_publication_that_fails_half_way_is_told_until_the_next_save_on_
     second = await api.nameless(model, 2, 1, "inflight")
     await api.result(await api.sample(second, 0, **MANY))
     await api.until(lambda: len(api.backend.folders._versions) == 1)
+
+
+async def test_a_save_that_was_acknowledged_is_verified_by_the_next_trainer_if_this_one_ends_on_fakes(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = await api.model()
+    computed, ends = api.trainer.logprobs, [True]
+
+    def ends_once(adapter: Any, *probes: Any) -> Any:
+        if ends:
+            ends.clear()
+            raise ProcessEndedError("the trainer was killed")
+        return computed(adapter, *probes)
+
+    monkeypatch.setattr(api.trainer, "logprobs", ends_once)
+    first = await api.nameless(model, 1, 0, "inflight")
+    request = await api.sample(first, 0, **MANY)
+    await api.result(request)
+    assert not ends
+    assert await spans(api, first, request) == [(1, 0, 30)]
+    assert api.trainer.adapters == {model}
+
+
+async def test_a_version_in_use_keeps_none_of_the_trainers_tensors_in_memory_on_fakes(api: Api) -> None:
+    model = await api.model()
+    captured, states = api.trainer.capture, set()
+
+    def capture(*args: Any, **kwargs: Any) -> Any:
+        state = captured(*args, **kwargs)
+        states.add(id(state))
+        return state
+
+    api.trainer.capture = capture  # type: ignore[method-assign]
+    await api.nameless(model, 1, 0, "inflight")
+    await current(api, model, 1)
+    await asyncio.to_thread(api.backend.folders.flush)
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, AdapterState) and id(each) in states]
+    assert states
+
+
+async def test_a_save_that_begins_as_its_session_ends_leaves_nothing_on_fakes(api: Api) -> None:
+    model = await api.model()
+    captured, target = api.trainer.capture, threading.Event()
+
+    def capture(*args: Any, **kwargs: Any) -> Any:
+        assert target.wait(30)
+        return captured(*args, **kwargs)
+
+    api.trainer.capture = capture  # type: ignore[method-assign]
+    body = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0, "kind": "inflight"}
+    await api.submit("save_weights_for_sampler", body)
+    await asyncio.sleep(0.05)
+    finished = asyncio.create_task(api.post(f"sessions/{model.partition(':')[0]}/finish", {}))
+    await asyncio.sleep(0.05)
+    target.set()
+    assert (await finished).status_code == 204
+    assert api.backend.sampling.targets._targets == {}
+    assert api.backend.folders._versions == {}
 
 
 async def test_the_end_of_a_session_ends_its_in_flight_clients_with_a_sentence_on_fakes(api: Api) -> None:

@@ -2,6 +2,7 @@
 which weights drew it."""
 
 import asyncio
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,9 @@ from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.sampling.sampler import DrawnTokens, MovingWeights, Sampler, SampleWork
 from tinker_local.backend.vllm_engine import compat_vllm
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
+from tinker_local.backend.vllm_engine.moved_sequences import Move, drawn_under
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
-from tinker_local.types import InternalError, SampledSequence, SampleOutput, SamplingParams
+from tinker_local.types import DrawnUnder, InternalError, SampledSequence, SampleOutput, SamplingParams
 
 from tests.sampling.conftest import Served, write_adapter_files
 
@@ -38,7 +40,8 @@ def forcing(served: Served, folder: Path, number: int, *, force: bool = True) ->
     vocab, hidden = served.hf.model.lm_head.weight.shape
     a = torch.randn(2, hidden, generator=torch.Generator().manual_seed(number))
     b = torch.zeros(vocab, 2)
-    b[words_of(number)[0], 0], b[words_of(number)[1], 0] = 500.0, -500.0
+    # So large that no other token is as likely where the number is almost 0.
+    b[words_of(number)[0], 0], b[words_of(number)[1], 0] = 5e5, -5e5
     write_adapter_files(folder / "all", {**adapter.weights, "lm_head": (a, b)}, 2)
     return AdapterVersion(f"{folder.parent.name}/{number}", folder / "all")
 
@@ -250,6 +253,45 @@ async def test_keys_are_computed_again_where_the_server_says_so(
         await sampler.end_target(target.name)
 
 
+@pytest.mark.more
+@pytest.mark.parametrize("seed", range(3))
+async def test_random_schedules_of_saves_samples_and_cancellations_keep_the_contract(
+    text: Served, recomputing: VLLMSampler, tmp_path: Path, seed: int
+) -> None:
+    """With keys kept and computed again."""
+    for sampler in text.sampler, recomputing:
+        rng, again = random.Random(seed), sampler is recomputing
+        target = Target(text, tmp_path / str(again), sampler)
+        target.write(12)
+        await target.save("client 0")
+        running: dict[asyncio.Task[SampleOutput], str] = {}
+        seen: set[int] = set()
+        while target.number < 12:
+            for _ in range(rng.choice((0, 1, 3))):
+                client = rng.choice(list(target.since))
+                prompt = PROMPT[: rng.choice((3, 200, 300))]
+                sample = target.sample(client, rng.choice((1, 40, 150)), prompt, num_samples=rng.choice((1, 3)))
+                running[asyncio.create_task(sample)] = client
+            await asyncio.sleep(rng.choice((0, 0.01, 0.1)))
+            for _ in range(rng.choice((1, 1, 2))):
+                if target.number < 12:
+                    await target.save(f"client {target.number}")
+            if running and rng.random() < 0.3:
+                task = rng.choice(list(running))
+                del running[task]
+                task.cancel()
+        for task, client in running.items():
+            for sequence in (await task).sequences:
+                versions = check_text(sequence)
+                assert versions == sorted(set(versions))
+                assert versions[0] >= target.since[client]
+                seen |= set(versions)
+                assert sequence.drawn_under is not None
+                assert not again or not any(span.on_older_keys for span in sequence.drawn_under)
+        assert len(seen) > 3
+        await asyncio.wait_for(sampler.end_target(target.name), 60)
+
+
 async def test_more_targets_than_slots_take_turns_and_no_sequence_has_anothers_weights(
     text: Served, tmp_path: Path
 ) -> None:
@@ -278,6 +320,17 @@ async def test_more_targets_than_slots_take_turns_and_no_sequence_has_anothers_w
         moved += len(sequence.drawn_under) == 2
         await text.sampler.end_target(target.name)
     assert 1 <= moved <= 4  # those that had a slot; the others began with the second version
+
+
+def test_a_change_behind_the_last_token_does_not_say_that_a_prompt_was_read_with_older_keys() -> None:
+    """The sequence began with keys of the version that drew it; the next one came when it had ended."""
+    behind = Move(2, 2**62)
+    assert drawn_under([Move(1), behind], 9, since=1, cached=128) == (
+        DrawnUnder(version=1, tokens=9, on_older_keys=False),
+    )
+    assert drawn_under([Move(1), Move(2), behind], 9, since=1, cached=128) == (
+        DrawnUnder(version=2, tokens=9, on_older_keys=True),
+    )
 
 
 def test_one_slot_or_an_older_vllm_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,3 +223,26 @@ async def test_turns_need_memory_for_the_sessions_that_wait_alone() -> None:
         await places.end()
     assert len(places.turns._turns) <= 1010
     assert [len((await task).sequences) for task in tasks] == [3000, 3000]
+
+
+async def test_a_request_that_fails_and_is_cancelled_then_is_counted_out() -> None:
+    """Its session ends while the sampler takes a while to cancel its other pieces."""
+    turns, ending = SampleTurns(64), asyncio.Event()
+
+    async def run(piece: SampleWork) -> SampleOutput:
+        if piece.first_sample:
+            raise InternalError("the engine failed")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await ending.wait()
+        raise AssertionError
+
+    work = SampleWork(PROMPT, None, SamplingParams(max_tokens=9), 2 * PIECE)
+    task = asyncio.create_task(turns.sample("alice", "s", work, run))
+    await settle()
+    assert (turns.sequences, turns.requests) == (PIECE, 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (turns.sequences, turns.requests, turns.unread, turns._owners) == (0, 0, 0, {})

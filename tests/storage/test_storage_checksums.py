@@ -1,15 +1,18 @@
 """What was written is what is loaded: a flipped bit or a cut-off file is one sentence, for training and sampling."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tinker_local.backend.adapters import checksums
 from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.adapters.host_adapters import host_adapter
+from tinker_local.backend.adapters.version_content import version_content
 from tinker_local.backend.storage import Store
 from tinker_local.backend.storage.records import CheckpointRecord
-from tinker_local.types import InvalidRequestError
+from tinker_local.types import InvalidRequestError, NotFoundError
 
 from tests.storage.store_states import RUN, make_record, make_state, same_tensors
 
@@ -66,6 +69,30 @@ def test_64_damaged_bytes_are_an_error_that_names_file_and_folder(
     ):
         with pytest.raises(InvalidRequestError, match=rf"is damaged: {WEIGHTS} .*{words}.* put {folder} back"):
             load()
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_version_that_is_removed_while_it_is_read_is_gone_and_not_damaged(
+    store: Store, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    """Newer weights of an in-flight client replace it, and its samples go on with those."""
+    hashed = checksums._sha256
+    for number, load in enumerate((lambda version: host_adapter(version, 64), version_content)):
+        written = store.write_checkpoint(make_record(f"{number}"), make_state(1), overwrite=False)
+        folder = store.checkpoint_folder(written)
+
+        def remove(file: Path, folder: Path = folder) -> str:
+            if not begun:
+                shutil.rmtree(folder)
+                return hashed(file)
+            found = hashed(file)
+            shutil.rmtree(folder)
+            return found[::-1]
+
+        monkeypatch.setattr(checksums, "_sha256", remove)
+        with pytest.raises(NotFoundError, match=r"sampler version v: its folder .* (was removed while|is gone)"):
+            load(AdapterVersion("v", folder))
+        monkeypatch.setattr(checksums, "_sha256", hashed)
 
 
 def test_a_damaged_optimizer_costs_the_optimizer_and_not_the_weights(store: Store) -> None:

@@ -44,18 +44,27 @@ def host_adapter(version: AdapterVersion, max_rank: int) -> HostAdapter:
         else:
             tensors = {name: as_torch(array) for name, array in state.tensors.items()}
     else:
-        for name in (CONFIG, WEIGHTS):
-            if not (version.path / name).is_file():
-                raise NotFoundError(f"{where}: there is no {name} in its folder, {version.path}")
-        if not version.just_written:
-            check_files(version.path, (CONFIG, WEIGHTS), where)
-        config = _config(version.path / CONFIG, where)
-        tensors = _tensors(version.path / WEIGHTS, where)
+        config, tensors = _read(version, where)
     rank = _rank(config, where)
     if rank > max_rank:
         raise InvalidRequestError(f"{where}: rank {rank}, but the sampler serves ranks up to {max_rank}")
     _check_pairs(tensors, rank, where)
     return HostAdapter(rank, config, tensors, flat)
+
+
+def _read(version: AdapterVersion, where: str) -> tuple[Any, Mapping[str, torch.Tensor]]:
+    """Config and tensors in the folder of `version`."""
+    for name in (CONFIG, WEIGHTS):
+        if not (version.path / name).is_file():
+            raise NotFoundError(f"{where}: there is no {name} in its folder, {version.path}")
+    try:
+        if not version.just_written:
+            check_files(version.path, (CONFIG, WEIGHTS), where)
+        return _config(version.path / CONFIG, where), _tensors(version.path / WEIGHTS, where)
+    except (OSError, InvalidRequestError) as error:
+        if version.path.is_dir():
+            raise
+        raise NotFoundError(f"{where}: its folder {version.path} was removed while it was read") from error
 
 
 def _views(tensors: FlatTensors) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -20,5 +20,10 @@ def version_content(version: AdapterVersion) -> AdapterState:
         return read_captured(version.path)
     except FileNotFoundError:
         raise NotFoundError(f"{where}: its folder {version.path} is gone") from None
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:  # as a sampler on this host says it
+    except (InvalidRequestError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        if not version.path.is_dir():  # it was removed while it was read
+            raise NotFoundError(f"{where}: its folder {version.path} is gone") from None
+        if isinstance(error, InvalidRequestError):
+            raise
+        # As a sampler on this host says it.
         raise InvalidRequestError(f"{where}: its files in {version.path} cannot be read: {error!r}") from error

@@ -30,6 +30,10 @@ class InFlightSave:
     verify: Callable[[], Awaitable[None]]
 
 
+async def _verified() -> None:
+    """Of a save that was."""
+
+
 class InFlightTarget:
     """The weights of one training run that its in-flight clients sample from. Used on the event loop.
 
@@ -93,7 +97,7 @@ class InFlightTarget:
         sampler, verified = self._base.engines.sampler, False
         try:
             await save.verify()
-            verified = True
+            verified, save = True, replace(save, verify=_verified)  # it had the trainer's tensors
             await sampler.publish(self.name, save.version, save.number)
             await sampler.remove_version(save.version)  # the slot in which it was verified; its folder stays
         except Exception as error:

@@ -14,7 +14,7 @@ from tinker_local.backend.control.base_precision import other_precision
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses, version_of
 from tinker_local.backend.control.ephemeral_versions import EphemeralVersion, EphemeralVersions
 from tinker_local.backend.control.mismatch import DrawnBy
-from tinker_local.backend.control.moving_weights import InFlightClient, InFlightTargets
+from tinker_local.backend.control.moving_weights import InFlightClient, InFlightTarget, InFlightTargets
 from tinker_local.backend.control.recorded_routes import RecordedRoutes
 from tinker_local.backend.control.recorded_samples import RecordedSamples
 from tinker_local.backend.control.sample_prompts import SamplePrompts
@@ -218,6 +218,12 @@ class Sampling:
             self.ephemeral.forget(ephemeral)
             raise
         return sampling_id
+
+    async def in_flight_target(self, run: str, session_id: str, base: ServedModel) -> InFlightTarget:
+        """What in-flight clients of a training run of a live session sample from; GoneError if that has ended, which
+        frees its targets only once."""
+        await self._sessions.require(session_id)
+        return self.targets.of(run, session_id, base)
 
     async def open_in_flight(
         self,

@@ -15,9 +15,10 @@ from tinker_local.backend.control.sampler_versions import SamplerVersions
 from tinker_local.backend.control.sampling_sessions import Sampling
 from tinker_local.backend.control.sessions import check_user_metadata
 from tinker_local.backend.control.training_runs import Command, TrainingRun
-from tinker_local.backend.models.adapter_check import explained_by_rounding
+from tinker_local.backend.models.adapter_check import explained_by_rounding, logprobs_under
 from tinker_local.backend.models.agreement import compare, sampler_logprobs, worst
 from tinker_local.backend.models.served_models import ServedModel
+from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.backend.storage.names import check_checkpoint_name
 from tinker_local.backend.storage.records import CheckpointRecord
@@ -78,7 +79,7 @@ class SaveWeightsForSampler:
                 await expected  # raises
             state, steps = captured.result(), model.steps
             if request.kind == "inflight":
-                target = self._sampling.targets.of(model.model_id, model.record.session_id, model.base)
+                target = await self._sampling.in_flight_target(model.model_id, model.record.session_id, model.base)
                 publish = self._publish_in_flight(
                     model, operation, request, state, steps, expected, target, target.begin_save(steps)
                 )
@@ -191,21 +192,32 @@ class SaveWeightsForSampler:
             raise
         version = self._versions.ephemeral(name)
         model.saved_for_sampler(target.version(number), steps)
-        verify = partial(self._load_and_verify, model.base, version, state, expected)
+        verify = partial(self._load_and_verify, model.base, version, state, expected, in_any_trainer=True)
         await target.put(InFlightSave(number, version, kept, verify))
         operation.succeed({"sampling_session_id": session_id})
         self._folders.write(name)
 
     @staticmethod
     async def _load_and_verify(
-        base: ServedModel, version: AdapterVersion, state: AdapterState, expected: Expected
+        base: ServedModel,
+        version: AdapterVersion,
+        state: AdapterState,
+        expected: Expected,
+        *,
+        in_any_trainer: bool = False,
     ) -> None:
         """Load a version of `state` and check that the sampler computes what the trainer does. Where they differ by
-        more than is usual, what rounding explains is measured."""
+        more than is usual, what rounding explains is measured. `in_any_trainer`: the save has ended, so if the trainer
+        ends before it has computed `expected`, the next one does."""
         engines, probes, tolerance = base.engines, base.probes.adapter, base.engines.tolerance
         await engines.sampler.load_version(version)
         found = await sampler_logprobs(engines.sampler, version, probes, base.replicas)
-        trained = await expected
+        try:
+            trained = await expected
+        except ProcessEndedError:
+            if not in_any_trainer:
+                raise
+            trained = await base.scheduler.call(logprobs_under, state, engines.trainer, probes)
         agreement = worst([each for logprobs in found for each in compare(probes, trained, logprobs)])
         if not agreement.difference <= tolerance and np.isfinite(agreement.difference):
             explained = await base.scheduler.call(explained_by_rounding, state, engines.trainer, probes)

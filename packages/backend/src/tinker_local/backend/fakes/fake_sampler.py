@@ -12,6 +12,7 @@ from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from tinker_local.backend.adapters.adapter import LORA_ALPHA, AdapterDType, AdapterVersion
 from tinker_local.backend.adapters.adapter_files import CONFIG, WEIGHTS
@@ -241,14 +242,17 @@ class FakeSampler:
         state = version.unwritten()
         if state is not None:
             return _Weights(self._model.read_adapter(state.tensors, state.lora_config.rank), state.lora_config.rank)
-        if not version.path.is_dir():
-            raise NotFoundError(f"sampler version {version.name}: its folder is gone")
-        if not version.just_written:
-            check_files(version.path, (CONFIG, WEIGHTS), f"sampler version {version.name}")
-        config = json.loads((version.path / CONFIG).read_text())
+        try:
+            if not version.just_written:
+                check_files(version.path, (CONFIG, WEIGHTS), f"sampler version {version.name}")
+            config = json.loads((version.path / CONFIG).read_text())
+            tensors = load_file(version.path / WEIGHTS)
+        except (OSError, InvalidRequestError, SafetensorError) as error:
+            if version.path.is_dir():
+                raise
+            raise NotFoundError(f"sampler version {version.name}: its folder is gone") from error
         if config["lora_alpha"] != LORA_ALPHA:
             raise InvalidRequestError(f"lora_alpha: {config['lora_alpha']} in {version.name}, expected {LORA_ALPHA}")
-        tensors = load_file(version.path / WEIGHTS)
         return _Weights(self._model.read_adapter(tensors, config["r"]), config["r"])
 
     def _begin(

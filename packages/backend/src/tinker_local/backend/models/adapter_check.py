@@ -82,6 +82,15 @@ def explained_by_rounding(state: AdapterState, trainer: Trainer, probes: Sequenc
     return explained if np.isfinite([explained, effect]).all() else 0.0
 
 
+def logprobs_under(state: AdapterState, trainer: Trainer, probes: Sequence[RenderedInput]) -> npt.NDArray[np.float32]:
+    """`Trainer.logprobs` of `probes` under the adapter `state`, which the trainer need not have."""
+    trainer.load_adapter(_ID, whole(state))
+    try:
+        return trainer.logprobs(_ID, *probes)
+    finally:
+        trainer.remove_adapter(_ID)
+
+
 def largest_difference(tolerance: float, effect: float) -> float:
     """The mean difference (nats) up to which a known family's engines may differ under an adapter that changes the
     logprobs by `effect`. `tolerance`: of this dtype. In 16 bits it is not known how much rounding an adapter of random

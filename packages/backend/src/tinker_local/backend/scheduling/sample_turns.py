@@ -183,9 +183,11 @@ class SampleTurns:
             running = [piece for piece in request.pieces if not piece.done()]
             for piece in running:
                 piece.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-            self.requests -= bool(request.handed)
-            self._forget(owner_name, session_id, session)
+            try:
+                await asyncio.gather(*running, return_exceptions=True)
+            finally:  # also if it is cancelled here, once more or after an error
+                self.requests -= bool(request.handed)
+                self._forget(owner_name, session_id, session)
         sequences = tuple(sequence for output in outputs for sequence in output.sequences)
         return outputs[0].model_copy(update={"sequences": sequences})
 

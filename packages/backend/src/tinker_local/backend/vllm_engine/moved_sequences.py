@@ -65,7 +65,9 @@ def compute_again(engine: Any, request_ids: Collection[str], number: int) -> Non
         of_engine.prev_step_scheduled_req_ids.discard(request.request_id)
     for request_id, request in of_engine.requests.items():
         if own_id(request_id) in wanted:
-            request.cache_salt = salt(request.cache_salt.rpartition("@")[0], number)
+            before, request.cache_salt = request.cache_salt, salt(request.cache_salt.rpartition("@")[0], number)
+            for feature in request.mm_features:  # of an adapter that changes the tower
+                feature.identifier = feature.identifier.replace(f"{before}:", f"{request.cache_salt}:", 1)
             request.block_hashes.clear()
             request.update_block_hashes()
 
@@ -90,7 +92,7 @@ def with_moves(
 def drawn_under(moves: Sequence[Move], tokens: int, *, since: int, cached: int) -> tuple[DrawnUnder, ...]:
     """Which weights drew `tokens` tokens. What is `cached` in the namespace of a client is of the version of `since`,
     which made it, or of a later one: of that of the sequence itself, if this is the client's first."""
-    began = [move for move in moves if not move.on_older_keys][-1]
+    began = [move for move in moves if not move.drawn and not move.on_older_keys][-1]
     older, spans = cached > 0 and began.number > since, []
     for move, end in zip(moves, [*(later.drawn for later in moves[1:]), tokens], strict=True):
         count = min(end, tokens) - min(move.drawn, tokens)

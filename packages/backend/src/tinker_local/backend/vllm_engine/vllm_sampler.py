@@ -249,9 +249,9 @@ class VLLMSampler:
         lora, number, changes_tower = self._adapters.moving(moving.target, engine)
         for each in moved:
             each[:] = [Move(number)]
-        if changes_tower:
-            prompt = with_own_features(prompt, moving.namespace)
         namespace = salt(moving.namespace, number) if self._moves_keys else moving.namespace
+        if changes_tower:
+            prompt = with_own_features(prompt, namespace)
         return EngineRequest(prompt | {"cache_salt": namespace}, params, lora, moved)
 
     def _fills_context(self, work: SampleWork) -> bool:
