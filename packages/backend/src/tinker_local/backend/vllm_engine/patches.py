@@ -958,7 +958,7 @@ PATCHES = (
         "sequences whose weights change compute their keys and values again",
         "vLLM empties the whole prefix cache for that, of all adapters and of the base model",
         "0.32",
-        ("_preempt_request", "cache_salt"),
+        ("_preempt_request", "cache_salt", "identifier"),
         ("sampling/test_in_flight.py::test_keys_are_computed_again_where_the_server_says_so",),
         hook="reset_prefix_cache(reset_running_requests=True), for all sequences at once",
         used_in=("moved_sequences.py",),
