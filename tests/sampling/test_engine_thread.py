@@ -324,3 +324,27 @@ def test_with_a_fake_engine_nobody_waits_for_ever_after_the_end(fakes: Any) -> N
         submit(thread, engine).result(10)
     with pytest.raises(InternalError, match="stopped"):
         thread.call(engine, lambda _: None).result(10)
+
+
+def test_an_exception_while_a_request_is_ended_starts_the_engine_again(fakes: Any) -> None:
+    """The thread would end, and the server would never sample again. Others start over."""
+    thread, engine, built = fakes
+
+    def step() -> list[Any]:
+        time.sleep(0.002)
+        return []
+
+    def abort(ids: list[str]) -> None:
+        raise IndexError("broken on purpose")
+
+    built[0].step, built[0].abort_request = step, abort
+    cancelled, other = submit(thread, engine), submit(thread, engine)
+    end = time.monotonic() + 10
+    while len(engine.in_flight) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    assert cancelled.cancel()
+    assert len(other.result(10)) == 1
+    assert len(built) == 2
+    assert engine.restarts == 1
+    assert len(submit(thread, engine).result(10)) == 1

@@ -1,6 +1,7 @@
 """vLLM says which experts each position took: those that the routers of transformers choose, here in float32."""
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -124,6 +125,46 @@ def test_a_sequence_that_a_string_ends_has_the_experts_of_its_positions(
 def test_a_request_that_does_not_ask_gets_none(sampler: VLLMSampler) -> None:
     output = asyncio.run(sampler.sample(replace(work(ids(6, 9)), routes=False)))
     assert output.sequences[0].routes is None
+
+
+def test_questions_about_the_prompt_leave_the_experts(sampler: VLLMSampler, reference: Reference) -> None:
+    prompt = ids(8, 70)
+    output = asyncio.run(sampler.sample(work(prompt, prompt_logprobs=True, num_samples=2)))
+    assert len(output.prompt_logprobs) == len(prompt)
+    for sequence in output.sequences:
+        assert_routes(sequence, prompt, reference)
+
+
+def test_a_request_that_ends_while_it_has_given_way_to_others_has_no_experts_and_hurts_none(
+    sampler: VLLMSampler,
+) -> None:
+    """It has no blocks then, and vLLM ends it all the same: a stop string is found, or its client has gone."""
+    of_engine, seen = scheduler(sampler._engine.built), []
+
+    def give_way(engine: Any) -> None:
+        for request in list(of_engine.running):
+            of_engine.running.remove(request)
+            of_engine._preempt_request(request, time.monotonic())
+            seen.append(request.num_computed_tokens)
+
+    async def run() -> Any:
+        drawn = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        long = replace(
+            work(ids(9, 20), params={"max_tokens": 400}), drawn=lambda *_: loop.call_soon_threadsafe(drawn.set)
+        )
+        task = asyncio.create_task(sampler.sample(long))
+        await drawn.wait()
+        preempted = sampler._thread.call(sampler._engine, give_way)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.wrap_future(preempted)
+        return await sampler.sample(work(ids(9, 20)))
+
+    output = asyncio.run(run())
+    assert seen == [0]
+    assert sampler._engine.restarts == 0
+    assert output.sequences[0].routes is not None
 
 
 def test_a_sampler_says_which_layers_it_records(sampler: VLLMSampler, folder: Path) -> None:

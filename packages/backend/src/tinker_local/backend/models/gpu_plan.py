@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tinker_local.backend.options import MICRO_BATCH_TOKENS, HeadPrecision, Precision
 from tinker_local.backend.sampling.sampler import RESERVED
+from tinker_local.backend.training.routes import RoutedLayers
 from tinker_local.backend.training.run.block_memory import CUDA_LOGITS, attention_widths, exchange_bytes
 from tinker_local.backend.weights.precision import BITS, PIECE, Bits, Packable
 
@@ -53,7 +54,8 @@ class ModelSizes:
     `layers`, those that attend to `window` positions; `linear`: those with linear attention, each with `state_bytes`
     for a sequence. `packable`: what of the layers can be in fewer bits, and is in `packed_bits`, if those are not 0;
     `packable_head` and `head_bits`: the same of embedding and LM head. `tower`: of the vision tower, if adapters train
-    it. `doubled`: numbers that vLLM has once more, and would not have from the trainer's matrices."""
+    it. `doubled`: numbers that vLLM has once more, and would not have from the trainer's matrices. `route_bytes`: of
+    the number of an expert, as the sampler keeps it."""
 
     parameters: int
     hidden: int
@@ -75,6 +77,7 @@ class ModelSizes:
     head_bits: Bits | Literal[0] = 0
     tower: "TowerSizes | None" = None
     doubled: int = 0
+    route_bytes: int = 1
 
     @property
     def weight_bytes(self) -> int:
@@ -142,7 +145,7 @@ class ModelSizes:
     @property
     def routes_share(self) -> float:
         """What the experts of positions take, beside the part of the KV cache that has their keys and values."""
-        return self.layers * self.chosen / (self._shared * self._position_bytes)
+        return self.layers * self.chosen * self.route_bytes / (self._shared * self._position_bytes)
 
     def states_bytes(self, sequences: int) -> int:
         """Of the smallest KV cache with which vLLM starts if a step may have `sequences` and `RESERVED` more. 0 without
@@ -300,6 +303,7 @@ def model_sizes(
         head_bits=BITS[head_precision] if head_precision else 0,
         state_bytes=_state_bytes(config, itemsize) if "linear_attention" in kinds else 0,
         doubled=_doubled(config),
+        route_bytes=RoutedLayers((), 0, experts).dtype.itemsize,
     )
 
 
@@ -384,22 +388,24 @@ def plan_gpu(
     least_states = sizes.states_bytes(1) // sample_ranks if kv_cache is None else 0
     found: list[GpuPlan] = []
     spare = spare_bytes(free)
+    # Of the first rank of a replica, which keeps the experts of all positions, beside its share of the cache.
+    routes = sizes.routes_share * sample_ranks
     for step in steps:
         one_sequence = -(-sizes.sequence_bytes(context, step.positions) // sample_ranks)
         least_kv = (max(one_sequence, least_states) if kv_cache is None else kv_cache) if samples else 0
         left = free - _RUNTIME - spare - sampler - trainer - (sizes.step_bytes(step) if samples else 0)
-        if left < least + least_kv:
+        least_kept = int(least_kv * (1 + routes))
+        if left < least + least_kept:
             continue
         if not samples:
             return GpuPlan(step, 0, left, micro_batch_tokens, spare)
-        trained = min(max(least, min(most, left // 2)), left - least_kv)
+        trained = min(max(least, min(most, left // 2)), left - least_kept)
         most_kv = max(least_kv, step.sequences * one_sequence) if kv_cache is None else kv_cache
-        cache = min(left - trained, most_kv)
-        if kv_cache is None:  # beside one sequence alone, that is less than what is spared
-            cache = max(least_kv, int(cache / (1 + sizes.routes_share)))
+        cache = max(least_kv, min(int((left - trained) / (1 + routes)), most_kv))
+        rest = left - cache - int(cache * routes)
         sequences = sizes.sequences_with_states(cache * sample_ranks, step.sequences)
         found.append(
-            GpuPlan(replace(step, sequences=sequences), cache, left - cache if trains else 0, micro_batch_tokens, spare)
+            GpuPlan(replace(step, sequences=sequences), cache, rest if trains else 0, micro_batch_tokens, spare)
         )
     if found:
         return max(found, key=lambda plan: plan.step.sequences)  # the first of those with as many

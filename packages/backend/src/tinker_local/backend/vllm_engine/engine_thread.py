@@ -363,7 +363,12 @@ class EngineThread:
             group.fail(error)
 
     def _abort(self, engine: Engine, group: SequenceGroup) -> None:
-        engine.abort([request_id for request_id in group.ids if engine.in_flight.pop(request_id, None)])
+        """End the sequences of a group, which is not in flight any more. The engine starts again if it fails."""
+        try:
+            engine.abort([request_id for request_id in group.ids if engine.in_flight.pop(request_id, None)])
+        except Exception as error:  # leaves vLLM in an unknown state
+            log.exception("engine %s failed to end a request", engine.name)
+            self._restart(engine, error, guilty=[])
 
     def _step(self, engine: Engine) -> None:
         try:
@@ -391,11 +396,11 @@ class EngineThread:
             elif group.future.set_running_or_notify_cancel():
                 group.future.set_result([group.outputs[request_id] for request_id in group.ids])
 
-    def _restart(self, engine: Engine, error: Exception) -> None:
+    def _restart(self, engine: Engine, error: Exception, guilty: Sequence[SequenceGroup] | None = None) -> None:
         """Rebuild the engine. If the request at fault is known, the others start over, once, unless they are streamed
-        and have begun; otherwise all fail."""
+        and have begun; otherwise all fail. `guilty`: those at fault; None: what `error` says of it."""
         groups = engine.groups()
-        guilty = at_fault(groups, error)
+        guilty = at_fault(groups, error) if guilty is None else guilty
         engine.in_flight.clear()
         traceback.clear_frames(error.__traceback__)  # they hold the weights, and two copies do not fit
         engine.discard()

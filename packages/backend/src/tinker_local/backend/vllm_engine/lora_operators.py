@@ -208,7 +208,9 @@ def by_rows(wrapper: Any) -> Any:
             """Whether the kernels take a layer's input [N, in] and its factors, after what they need has been copied to
             the device: before a CUDA graph is captured, in which nothing can be."""
             a, b = layer.lora_a_stacked, layer.lora_b_stacked
-            if x.ndim != 2 or b[0].shape[-1] > lora_kernels.RANKS_AT_ONCE or {x.itemsize, b[0].itemsize} != {2}:
+            if x.ndim != 2 or x.stride(-1) != 1 or {x.itemsize, b[0].itemsize} != {2}:
+                return False
+            if b[0].shape[-1] > lora_kernels.RANKS_AT_ONCE:
                 return False
             self._tables.fill(a, b, layer.output_slices)
             return len(x) > 0
@@ -238,8 +240,9 @@ def by_rows(wrapper: Any) -> Any:
             else:
                 y = base()
                 h = lora_kernels.shrink(x, layer.lora_a_stacked, rows, self._tables)
-            if y.dtype != x.dtype:
-                raise InternalError(f"a linear layer gave {y.dtype} from {x.dtype}, which no LoRA kernel takes")
+            if y.dtype != x.dtype or y.stride(-1) != 1:
+                what = f"{y.dtype} with strides {y.stride()} from {x.dtype}"
+                raise InternalError(f"a linear layer gave {what}, which no LoRA kernel takes")
             lora_kernels.expand(y, h, layer.lora_b_stacked, layer.output_slices, rows, self._tables)
             return y
 

@@ -152,6 +152,8 @@ def watch(runner: Any) -> None:
             runner.routes = RouteTable(runner, runner.kv_cache_config)
         except UnsupportedError as error:
             runner.routes = str(error)
+        except torch.OutOfMemoryError as error:
+            runner.routes = f"there is no memory for them beside the KV cache: {error}".partition("\n")[0]
         return found
 
     def execute_model(scheduler_output: Any, *args: Any, **given: Any) -> Any:
@@ -181,7 +183,8 @@ def return_routes(runner: Any, scheduler: Any, engine: Any) -> None:
 
     def free_request(request: Any, *args: Any, **given: Any) -> Any:
         asked = (request.sampling_params.extra_args or {}).get(ASKED)
-        if asked and request.num_output_tokens:
+        # One that gave way to others has no blocks, or fewer than positions, until it is computed again.
+        if asked and request.num_output_tokens and request.num_computed_tokens >= request.num_tokens - 1:
             blocks = scheduler.kv_cache_manager.get_block_ids(request.request_id)[table.group]
             table.finish(request.request_id, blocks, request.num_tokens - 1)
         return free(request, *args, **given)

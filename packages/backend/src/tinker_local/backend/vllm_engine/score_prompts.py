@@ -23,7 +23,7 @@ _QUESTIONS = "tinker_local_prompt_questions"
 def ask(params: Any, questions: PromptQuestions) -> None:
     """Make a request with these `SamplingParams` of vLLM answer `questions` in its output's `prompt_logprobs`."""
     params.prompt_logprobs = 0
-    params.extra_args = {_QUESTIONS: questions}
+    params.extra_args = {**(params.extra_args or {}), _QUESTIONS: questions}
     params.skip_reading_prefix_cache = questions.first_row == 0
 
 
