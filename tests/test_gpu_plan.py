@@ -133,6 +133,25 @@ def test_parts_never_exceed_what_is_free(free: Any, context: Any, tokens: Any, r
         assert found.kv_cache + found.activations + 2 * sizes.weight_bytes < free * GIB
 
 
+MIXTURE = dataclasses.replace(
+    HALF, layers=48, q_width=4096, kv_width=512, chosen=10, expert_width=512, linear=36, route_bytes=2
+)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("given", [None, 8 * GIB])
+def test_the_experts_of_positions_have_room_beside_the_cache_and_the_trainer(ranks: int, given: int | None) -> None:
+    """Two bytes each, of 48 layers that take 10, beside keys and values of 12 layers in as many bytes; the first rank
+    keeps those of all positions, and has a part of their keys."""
+    settings: dict[str, Any] = {"context": 4096, "sample_ranks": ranks, "kv_cache": given}
+    found, without = (plan(sizes, 40, **settings) for sizes in (MIXTURE, dataclasses.replace(MIXTURE, route_bytes=0)))
+    position = 12 * 2 * 512 * 2
+    experts = found.kv_cache * ranks // position * 48 * 10 * 2
+    assert experts > 0.03 * found.kv_cache * ranks
+    assert found.kv_cache + experts + found.activations <= without.kv_cache + without.activations
+    assert found.kv_cache == given or given is None
+
+
 LARGE, SMALL = USUAL.steps(140 * GIB, "NVIDIA H200")
 
 
