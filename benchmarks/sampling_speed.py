@@ -139,7 +139,7 @@ def arguments() -> argparse.Namespace:
             or subject.runner not in "12"
             or set(words) - set(VARIANTS)
         ):
-            parser.error(f"--waves: there is no subject {subject.name}")
+            parser.error(f"--waves {subject.name}: no such subject")
     if unknown := set(filter(None, options.only.split(","))) - set(works(SCALES["full"])):
         parser.error(f"--only: there is no {', '.join(unknown)}")
     if not options.tiny and not machine.gpu():

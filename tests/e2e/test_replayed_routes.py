@@ -113,7 +113,7 @@ def test_recorded_experts_are_taken_and_the_metric_says_how_many(place: str, fol
         np.testing.assert_allclose(alone, drawn, atol=1e-4)
         np.testing.assert_allclose(with_records, alone, atol=1e-5)
 
-        kept = backend.sampling.routes._sessions[next(iter(backend.sampling.routes._sessions))]._records
+        kept = backend.sampling.routes._sessions[next(iter(backend.sampling.routes._sessions))]._kept
         count = backend.models.get(BASE).routed.experts  # type: ignore[union-attr]
         for name, (record, used) in list(kept.items()):
             turned = Routes((record.routes.common + 1) % count, (record.routes.own + 1) % count)

@@ -1,7 +1,7 @@
 """Random schedules of in-flight saves, samples and faults, and what must hold of every token.
 
-Each training run says one token after another, so the tokens of a sequence tell which weights drew them. What clients
-are told is checked against that.
+Each training run says one token after another, so the tokens of a sequence tell which weights drew them. The
+server's answers are compared with that.
 """
 
 import asyncio

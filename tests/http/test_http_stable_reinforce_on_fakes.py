@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tinker
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
-from tinker_local.backend.control.recorded_samples import LIFETIME, RecordedSamples
+from tinker_local.backend.control.recorded_samples import RecordedSamples
+from tinker_local.backend.control.session_records import LIFETIME
 from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.models.load_engines import load_fake
 from tinker_local.backend.training.losses import loss_of
@@ -161,7 +162,7 @@ def test_data_that_do_not_fit_their_records_are_refused_with_the_numbers_on_fake
 
 @pytest.mark.mutation(
     "records-for-everybody",
-    "RecordedSamples.known",
+    "SessionRecords.known",
     "records = self._sessions.get(session_id)",
     "records = next(iter(self._sessions.values()), None)",
 )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tinker_local.backend.control.recorded_routes import RecordedRoutes
-from tinker_local.backend.control.recorded_samples import LIFETIME
+from tinker_local.backend.control.session_records import LIFETIME
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
 from tinker_local.backend.training.routes import RoutedLayers, Routes
 from tinker_local.types import InvalidRequestError, ProvenanceSpan, SampledSequence

@@ -1,16 +1,13 @@
 """Which experts recorded samples took, so that a gradient on them takes the same (`training/routes.py`)."""
 
-import threading
 import time
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.control.recorded_samples import LIFETIME
+from tinker_local.backend.control.session_records import SessionRecords
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.scheduling.operations import OBJECT_BYTES
 from tinker_local.backend.training.routes import RouteArray, RoutedLayers, Routes
 from tinker_local.types import InvalidRequestError, ProvenanceSpan, SampledSequence
 
@@ -33,11 +30,6 @@ class RoutedSequence:
     prompt_length: int
     images: ImagePlaces
     routes: Routes
-
-    @property
-    def own_bytes(self) -> int:
-        """Without what it has in common with others."""
-        return self.ids.nbytes + self.routes.own.nbytes + OBJECT_BYTES
 
     def take(self, span: ProvenanceSpan, start: int, input: RenderedInput, found: RouteArray) -> None:
         """Write into `found` the experts of the positions from `start` on that `span` takes from this sequence, if all
@@ -69,10 +61,9 @@ def _images(input: RenderedInput, stop: int) -> ImagePlaces:
     return tuple((each.offset, each.image.content_hash) for each in input.images if each.offset < stop)
 
 
-class RecordedRoutes:
-    """Experts by session, the least recently used sequence first, in memory until the session ends, a day after its
-    last use, or until newer ones need the place. What is dropped is chosen by the trainer's routers again, and the
-    metric `routes_replayed` says so. Methods may be called from any thread."""
+class RecordedRoutes(SessionRecords[RoutedSequence]):
+    """Experts of sequences. What is dropped is chosen by the trainer's routers again, and the metric `routes_replayed`
+    says so."""
 
     def __init__(
         self,
@@ -80,16 +71,7 @@ class RecordedRoutes:
         session_bytes: int = ROUTES_OF_SESSION,
         all_bytes: int = ROUTES_OF_ALL,
     ) -> None:
-        self._clock = clock
-        self._session_bytes = session_bytes
-        self._all_bytes = all_bytes
-        self._sessions: dict[str, _Kept] = {}
-        self._changing = threading.Lock()
-
-    @property
-    def bytes(self) -> int:
-        """Of all sessions."""
-        return sum(kept.bytes for kept in list(self._sessions.values()))
+        super().__init__(clock, session_bytes, all_bytes, lambda each: (each.ids, each.routes.own, each.routes.common))
 
     def check(self, routed: RoutedLayers, samples: int, prompt_length: int, most_tokens: int) -> None:
         """InvalidRequestError if so many samples of up to `most_tokens` may take more than a session has."""
@@ -104,25 +86,12 @@ class RecordedRoutes:
 
     def add(self, session_id: str, base: str, sequences: Sequence[SampledSequence], prompt: RenderedInput) -> None:
         """Record the sequences of one sample of the model `base`, of those that have routes."""
-        now, images = self._clock(), _images(prompt, prompt.length)
-        with self._changing:
-            kept = self._sessions.setdefault(session_id, _Kept())
-            for sequence in sequences:
-                if sequence.routes is not None and sequence.sequence_id is not None:
-                    ids = np.concatenate([prompt.token_ids, sequence.tokens]).astype(np.int32)
-                    record = RoutedSequence(base, ids, prompt.length, images, sequence.routes)
-                    kept.add(sequence.sequence_id, record, now)
-            for each in self._sessions.values():
-                each.drop_older(now - LIFETIME)
-            while kept.bytes > self._session_bytes:
-                kept.drop_first()
-            while self.bytes > self._all_bytes:
-                max(self._sessions.values(), key=lambda each: each.bytes).drop_first()
-
-    def end_session(self, session_id: str) -> None:
-        """Forget what a session recorded."""
-        with self._changing:
-            self._sessions.pop(session_id, None)
+        images, records = _images(prompt, prompt.length), {}
+        for sequence in sequences:
+            if sequence.routes is not None and sequence.sequence_id is not None:
+                ids = np.concatenate([prompt.token_ids, sequence.tokens]).astype(np.int32)
+                records[sequence.sequence_id] = RoutedSequence(base, ids, prompt.length, images, sequence.routes)
+        self.keep(session_id, records)
 
     def routes(
         self,
@@ -134,7 +103,7 @@ class RecordedRoutes:
     ) -> Routes | None:
         """The experts of the positions of `input`, which `spans` tile, in a run of `base`; None if nothing is recorded
         of any."""
-        used = {span.sequence_id: self._use(session_id, span.sequence_id) for span in spans or ()}
+        used = {span.sequence_id: self.known(session_id, span.sequence_id) for span in spans or ()}
         records = {name: each for name, each in used.items() if each is not None and each.base == base}
         if spans is None or not records:
             return None
@@ -146,49 +115,3 @@ class RecordedRoutes:
                 record.take(span, start, input, found)
             start += span.length
         return Routes.of(found)
-
-    def _use(self, session_id: str, sequence_id: str) -> RoutedSequence | None:
-        now = self._clock()
-        with self._changing:
-            kept = self._sessions.get(session_id)
-            return None if kept is None else kept.use(sequence_id, now)
-
-
-class _Kept:
-    """Of one session. What sequences have in common counts once."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._records: OrderedDict[str, tuple[RoutedSequence, float]] = OrderedDict()
-        self._common: Counter[int] = Counter()
-
-    def add(self, sequence_id: str, record: RoutedSequence, now: float) -> None:
-        if sequence_id in self._records:
-            self._forget(self._records.pop(sequence_id)[0])
-        self._records[sequence_id] = record, now
-        common = record.routes.common
-        self.bytes += record.own_bytes + (0 if self._common[id(common)] else common.nbytes)
-        self._common[id(common)] += 1
-
-    def use(self, sequence_id: str, now: float) -> RoutedSequence | None:
-        if sequence_id not in self._records:
-            return None
-        record, _ = self._records[sequence_id]
-        self._records[sequence_id] = record, now
-        self._records.move_to_end(sequence_id)
-        return record
-
-    def drop_first(self) -> None:
-        self._forget(self._records.popitem(last=False)[1][0])
-
-    def drop_older(self, oldest: float) -> None:
-        while self._records and next(iter(self._records.values()))[1] < oldest:
-            self.drop_first()
-
-    def _forget(self, record: RoutedSequence) -> None:
-        common = record.routes.common
-        self._common[id(common)] -= 1
-        if not self._common[id(common)]:
-            del self._common[id(common)]
-            self.bytes -= common.nbytes
-        self.bytes -= record.own_bytes

@@ -513,9 +513,9 @@ class Sampling:
         operation.timeline.note(num_samples=request.num_samples, prompt_tokens=prompt.length, images=images)
         budget = _budget(request, prompt.length, engines.sampler.max_context_length)
         check_sample_topk(request.topk_sample_logprobs, request.num_samples, budget, engines.trainer.vocab_size)
-        records_routes = request.record_stability_info and session.base.routed is not None
-        if records_routes and session.base.routed is not None:
-            self.routes.check(session.base.routed, request.num_samples, prompt.length, budget)
+        routed = session.base.routed if request.record_stability_info else None
+        if routed is not None:
+            self.routes.check(routed, request.num_samples, prompt.length, budget)
         if besides.read is not None:
             besides.read(prompt)
         work = SampleWork(
@@ -533,7 +533,7 @@ class Sampling:
             drawn=besides.drawn,
             grammar=besides.grammar,
             penalties=besides.penalties,
-            routes=records_routes,
+            routes=routed is not None,
             who=Who(session.owner, session.record.session_id),
         )
         queue = self._in_samplers.setdefault(session.base, SamplerQueue())
@@ -557,7 +557,7 @@ class Sampling:
             self.token_weights.add(session_id, output.sequences, session.in_flight.target)
         if request.record_stability_info:
             self.recorded.add(session_id, output.sequences, prompt.length, self._version_name(session))
-        return self._routes_kept(session, output, prompt) if records_routes else output
+        return output if routed is None else self._routes_kept(session, output, prompt)
 
     def _routes_kept(self, session: SamplingSession, output: SampleOutput, prompt: RenderedInput) -> SampleOutput:
         """`output` without the experts of its sequences, which are recorded."""

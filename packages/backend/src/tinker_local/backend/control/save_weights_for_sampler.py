@@ -144,9 +144,7 @@ class SaveWeightsForSampler:
         steps: int,
         expected: Expected,
     ) -> None:
-        self._count += 1
-        name = f"{model.model_id}/{request.seq_id}#{self._count}"
-        await self._folders.publish(name, state)
+        name = await self._in_memory(model, request, state)
         model.saved_for_sampler(name, steps)
         operation.timeline.enter("loading")
         try:
@@ -161,6 +159,13 @@ class SaveWeightsForSampler:
         operation.succeed({"sampling_session_id": session_id})
         self._folders.write(name)
 
+    async def _in_memory(self, model: TrainingRun, request: SaveWeightsForSamplerRequest, state: AdapterState) -> str:
+        """The name of a new ephemeral version of `state`, which the sampler can load."""
+        self._count += 1
+        name = f"{model.model_id}/{request.seq_id}#{self._count}"
+        await self._folders.publish(name, state)
+        return name
+
     async def _publish_in_flight(
         self,
         model: TrainingRun,
@@ -173,9 +178,7 @@ class SaveWeightsForSampler:
         number: int,
     ) -> None:
         """The save ends when its version is captured and its client can sample; replicas follow."""
-        self._count += 1
-        name = f"{model.model_id}/{request.seq_id}#{self._count}"
-        await self._folders.publish(name, state)
+        name = await self._in_memory(model, request, state)
         assert request.sampling_session_seq_id is not None
         record = model.record
         try:

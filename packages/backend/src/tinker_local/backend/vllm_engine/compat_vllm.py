@@ -93,7 +93,7 @@ def choose_model_runner() -> None:
 
 
 def why_not_v2() -> str:
-    """Why engines run on vLLM's Model Runner V1 unless they are told otherwise; empty if they do not."""
+    """Why Model Runner V1 is the default here; empty where it is V2."""
     found = _distribution_version()
     if found < V2_SINCE:
         since, here = (".".join(map(str, numbers)) for numbers in (V2_SINCE, found))

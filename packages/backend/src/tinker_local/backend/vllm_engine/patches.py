@@ -498,7 +498,7 @@ PATCHES = (
         on_v2="the same; rows are mapped to adapters by LoraState.make_lora_inputs of gpu/lora_utils.py",
     ),
     Patch(
-        "requests that ask for it are told which experts each of their positions took, those of cached prefixes too",
+        "a request can ask which experts each of its positions took, also positions of cached prefixes",
         "vLLM returns experts in Model Runner V2 alone, of all requests or none, and copies those of every step to the "
         "host, where it handles them request by request",
         "0.32",

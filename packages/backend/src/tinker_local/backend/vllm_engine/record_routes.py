@@ -153,7 +153,7 @@ def watch(runner: Any) -> None:
         except UnsupportedError as error:
             runner.routes = str(error)
         except torch.OutOfMemoryError as error:
-            runner.routes = f"there is no memory for them beside the KV cache: {error}".partition("\n")[0]
+            runner.routes = f"the KV cache leaves no memory for them: {error}".partition("\n")[0]
         return found
 
     def execute_model(scheduler_output: Any, *args: Any, **given: Any) -> Any:
