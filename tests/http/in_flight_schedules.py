@@ -168,6 +168,8 @@ class Schedule:
             if "end" in self.faults:
                 group.create_task(self._vanish())
             await asyncio.sleep(seconds)
+            while min(self.counts["saves"], self.counts["moved sequences"]) <= 5:  # on a slow machine
+                await asyncio.sleep(0.1)
             self._stopped = True
         for each in found:
             await self._last(each)

@@ -13,8 +13,6 @@ async def follow(folder: Path, seed: int, seconds: float, replicas: int, faults:
     async with asyncio.timeout(seconds + 60), mortal_api(folder, seed, replicas, faults.split()) as schedule:
         await schedule.run(seconds)
         counts = schedule.counts
-    assert counts["saves"] > 5
-    assert counts["moved sequences"] > 5
     assert not faults or counts["kills"] + counts["refusals"] + counts["sleeps"] > 0
 
 

@@ -211,6 +211,21 @@ async def test_requests_cancelled_one_after_the_other_free_all_of_their_places(p
     assert (places.turns.sequences, places.held()) == (0, {})
 
 
+@pytest.mark.parametrize("pause", range(6))
+async def test_a_request_cancelled_as_its_piece_ends_leaves_nothing(pause: int) -> None:
+    places = Places(64)
+    task = places.sample("a", 4)
+    await settle()
+    places.inside[0][2].set_result(None)
+    for _ in range(pause):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await settle()
+    turns = places.turns
+    assert (turns.sequences, turns.requests, turns.unread, turns._owners, turns._new) == (0, 0, 0, {}, {})
+
+
 async def test_turns_need_memory_for_the_sessions_that_wait_alone() -> None:
     places = Places(32)
     tasks = [places.sample("a", 3000), places.sample("b", 3000)]

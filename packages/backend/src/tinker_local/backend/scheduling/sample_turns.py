@@ -80,6 +80,7 @@ class _Turns(Generic[Member]):
 
 @dataclass(slots=True, eq=False)
 class _Owner:
+    name: str
     held: int = 0
     turn: int | None = None
     sessions: "dict[str, _Session]" = field(default_factory=dict)
@@ -95,6 +96,7 @@ class _Session:
     """`unread`: positions of its prompts that were handed over and are not read; `too_many`: its next prompt waits for
     others to be read."""
 
+    id: str
     owner: _Owner
     waiting: "OrderedDict[_Request, None]" = field(default_factory=OrderedDict)
     held: int = 0
@@ -169,8 +171,8 @@ class SampleTurns:
 
     async def sample(self, owner_name: str, session_id: str, work: SampleWork, run: Run) -> SampleOutput:
         """Run `work` in pieces, each with `run`, and join their results; cancelling it cancels them."""
-        owner = self._owners.setdefault(owner_name, _Owner())
-        session = owner.sessions.setdefault(session_id, _Session(owner))
+        owner = self._owners.setdefault(owner_name, _Owner(owner_name))
+        session = owner.sessions.setdefault(session_id, _Session(session_id, owner))
         request = _Request(session, work, run, asyncio.get_running_loop().create_future())
         session.waiting[request] = None
         self._enqueue(session)
@@ -187,20 +189,20 @@ class SampleTurns:
                 await asyncio.gather(*running, return_exceptions=True)
             finally:  # also if it is cancelled here, once more or after an error
                 self.requests -= bool(request.handed)
-                self._forget(owner_name, session_id, session)
+                self._forget(session)
         sequences = tuple(sequence for output in outputs for sequence in output.sequences)
         return outputs[0].model_copy(update={"sequences": sequences})
 
-    def _forget(self, owner_name: str, session_id: str, session: _Session) -> None:
-        """Forget a session that has nothing, and its owner if it has no other."""
+    def _forget(self, session: _Session) -> None:
+        """Forget a session if it has nothing, and its owner if it has no other."""
         owner = session.owner
         if session.waiting or session.held:
             return
         self._new.pop(session, None)
-        if owner.sessions.get(session_id) is session:
-            del owner.sessions[session_id]
-        if not owner.sessions and self._owners.get(owner_name) is owner:
-            del self._owners[owner_name]
+        if owner.sessions.get(session.id) is session:
+            del owner.sessions[session.id]
+        if not owner.sessions and self._owners.get(owner.name) is owner:
+            del self._owners[owner.name]
 
     def _enqueue(self, session: _Session) -> None:
         if session.held or not session.waiting:
@@ -248,6 +250,7 @@ class SampleTurns:
         session.held += places
         session.owner.held += places
         self._enqueue(session)
+        self._forget(session)  # here too: a request can end between the end of its piece and that of its places
 
     def _begin(self, request: _Request, piece: SampleWork, length: int) -> asyncio.Future[SampleOutput]:
         """Run a piece, for which `length` positions of the prompt are read; it frees a place with each sequence, and at
