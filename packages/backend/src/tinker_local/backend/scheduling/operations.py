@@ -103,7 +103,7 @@ NANO = 10**9
 """Nanoseconds of a second."""
 
 LEAST = 0.001
-"""Seconds: what takes less within the sampler is no stage."""
+"""Seconds. A part of the time within the sampler that takes less does not become a stage."""
 
 
 @dataclass(slots=True, eq=False)
