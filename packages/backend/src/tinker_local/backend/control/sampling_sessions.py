@@ -256,9 +256,10 @@ class Sampling:
         """Open `session` at once, so that its end finds it, and record it."""
         sampling_id = session.record.sampling_session_id
         self._remember(session)
+        add = self._store.add_sampling_session if session.record.nameless else self._store.add_named_sampling_session
         try:
-            with nullcontext() if must_record else suppress(StorageFullError):
-                await DATABASE.run(self._store.add_sampling_session, session.record)
+            with nullcontext() if must_record else suppress(StorageFullError, InvalidRequestError):  # of its quota
+                await DATABASE.run(add, session.record)
         except Exception:
             self._open.pop(sampling_id, None)
             self._of_session.get(session.record.session_id, {}).pop(sampling_id, None)

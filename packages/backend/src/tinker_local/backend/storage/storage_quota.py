@@ -136,8 +136,15 @@ class StorageQuota:
                 .join(tables.training_runs, runs.session_id == sessions.session_id)
                 .group_by(sessions.owner)
             )
+            samplers = tables.sampling_sessions.c
+            of_samplers = (
+                sa.select(sessions.owner, count, sa.literal(0))
+                .join(tables.sampling_sessions, samplers.session_id == sessions.session_id)
+                .where(~samplers.nameless)
+                .group_by(sessions.owner)
+            )
             with self._engine.connect() as connection:
-                for query in (of_sessions, of_runs):
+                for query in (of_sessions, of_runs, of_samplers):
                     for owner, records, size in connection.execute(query):
                         self._kept[owner] += RECORD_BYTES * records + int(size or 0)
             for run_id, size in self.curve_sizes().items():
