@@ -10,8 +10,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from tinker_local.backend import options
-from tinker_local.backend.http.metrics_routes import EXPORTED, OF_OWNERS, OWNER_LABELS
-from tinker_local.backend.http.server_metrics import SERVER_METRICS
+from tinker_local.backend.http.server_metrics import METRICS
 from tinker_local.backend.options import BackendOptions, CommandOption
 
 PAGE = Path(__file__).parent.parent / "docs" / "operations.md"
@@ -22,14 +21,7 @@ KINDS = {CounterMetricFamily: "counter", GaugeMetricFamily: "gauge", HistogramMe
 def metrics() -> str:
     """One line for each metric of `/metrics`."""
     lines = ["| metric | kind | labels | |", "| --- | --- | --- | --- |"]
-    for each in EXPORTED:
-        kind = "counter" if each.family is CounterMetricFamily else "gauge"
-        name = f"{each.name}_total" if kind == "counter" else each.name
-        labels = ", ".join(f"`{label}`" for label in ("model", each.label) if label)
-        lines.append(f"| `{name}` | {kind} | {labels} | {each.help} |")
-    labels = ", ".join(f"`{label}`" for label in OWNER_LABELS)
-    lines += [f"| `{gauge.name}` | gauge | {labels} | {gauge.help} |" for gauge in OF_OWNERS]
-    for one in SERVER_METRICS:
+    for one in METRICS:
         kind = KINDS[one.family]
         name = f"{one.name}_total" if kind == "counter" else one.name
         lines.append(f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in one.labels)} | {one.help} |")

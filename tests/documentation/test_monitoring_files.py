@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
-from tinker_local.backend.http.metrics_routes import EXPORTED, OF_OWNERS, OWNER_LABELS
-from tinker_local.backend.http.server_metrics import SERVER_METRICS
+from tinker_local.backend.http.server_metrics import METRICS
 
 yaml: Any = pytest.importorskip("yaml")  # which transformers brings
 
@@ -33,11 +32,7 @@ def series() -> dict[str, set[str]]:
         else:
             found[f"{name}_total" if family is CounterMetricFamily else name] = labels
 
-    for each in EXPORTED:
-        add(each.family, each.name, {"model"} | ({each.label} if each.label else set()))
-    for gauge in OF_OWNERS:
-        add(None, gauge.name, set(OWNER_LABELS))
-    for metric in SERVER_METRICS:
+    for metric in METRICS:
         add(metric.family, metric.name, set(metric.labels))
     return found
 

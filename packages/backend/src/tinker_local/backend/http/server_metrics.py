@@ -1,16 +1,20 @@
-"""Metrics that are not of one base model: operations, owners, live runs, memory, disk, and what was installed."""
+"""The table of all metrics: of base models, owners, operations, live runs, memory, disk, and what is installed."""
 
 import functools
 import importlib.metadata
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.heap import MemoryInUse
+from tinker_local.backend.models.metrics import ModelMetrics
+from tinker_local.backend.scheduling.quotas import Amounts
+from tinker_local.types.errors import Category
 
 Family = type[CounterMetricFamily] | type[GaugeMetricFamily] | type[HistogramMetricFamily]
 
@@ -19,15 +23,24 @@ Values = Mapping[tuple[str, ...], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class ServerMetric:
-    """One metric. `values`: from the backend, or `of_memory` from the memory in use."""
+class Reading:
+    """What metrics are made of. `models`: by the first name of each base model. `usage`: see `ControlPlane.usage`."""
+
+    backend: ControlPlane
+    models: Mapping[str, ModelMetrics]
+    usage: Mapping[str, tuple[Amounts, Amounts]]
+    memory: MemoryInUse
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric, and its values by those of `labels`."""
 
     family: Family
     name: str
     help: str
     labels: tuple[str, ...]
-    values: Callable[[ControlPlane], Values] = lambda backend: {}
-    of_memory: Callable[[MemoryInUse], Values] = lambda memory: {}
+    values: Callable[[Reading], Values]
 
 
 PACKAGES = {"version": "tinker-local", "torch": "torch", "transformers": "transformers", "vllm": "vllm"}
@@ -48,21 +61,46 @@ def _versions() -> tuple[str, ...]:
     return tuple(found)
 
 
-def _of_runs(name: str) -> Callable[[ControlPlane], Values]:
+def _of_models(numbers: Callable[[ModelMetrics], Mapping[str, float]]) -> Callable[[Reading], Values]:
+    """Numbers of each base model, by the value of a second label, or "" without one."""
+
+    def values(now: Reading) -> Values:
+        found = {name: numbers(model) for name, model in now.models.items()}
+        return {(name, *filter(None, (key,))): number for name, of in found.items() for key, number in of.items()}
+
+    return values
+
+
+def _of_owners(which: Callable[[Amounts, Amounts], Amounts]) -> Callable[[Reading], Values]:
+    """What each owner uses, or the most that it may, of each resource; infinity is left out."""
+
+    def values(now: Reading) -> Values:
+        found = {owner: asdict(which(*amounts)) for owner, amounts in now.usage.items()}
+        return {
+            (owner, resource): amount
+            for owner, amounts in found.items()
+            for resource, amount in amounts.items()
+            if not math.isinf(amount)
+        }
+
+    return values
+
+
+def _of_runs(name: str) -> Callable[[Reading], Values]:
     """A number of the newest step of each live run that has one."""
 
-    def values(backend: ControlPlane) -> Values:
-        last = {(run.model_id, run.owner): run.progress.last for run in backend.runs.all_live()}
+    def values(now: Reading) -> Values:
+        last = {(run.model_id, run.owner): run.progress.last for run in now.backend.runs.all_live()}
         return {key: getattr(point, name) for key, point in last.items() if getattr(point, name, None) is not None}
 
     return values
 
 
-def _of_groups(measure: str) -> Callable[[ControlPlane], Values]:
+def _of_groups(measure: str) -> Callable[[Reading], Values]:
     """One of `mismatch.MEASURES` in each group of tokens, of the newest step of each live run that has it."""
 
-    def values(backend: ControlPlane) -> Values:
-        last = {(run.model_id, run.owner): run.progress.last for run in backend.runs.all_live()}
+    def values(now: Reading) -> Values:
+        last = {(run.model_id, run.owner): run.progress.last for run in now.backend.runs.all_live()}
         return {
             (*key, group): found[measure]
             for key, point in last.items()
@@ -73,178 +111,403 @@ def _of_groups(measure: str) -> Callable[[ControlPlane], Values]:
     return values
 
 
+MODEL = ("model",)
 RUN = ("run", "owner")
 GROUP = (*RUN, "group")
 
-SERVER_METRICS = (
-    ServerMetric(
+METRICS = (
+    Metric(
+        CounterMetricFamily,
+        "tinker_local_images_rendered",
+        "Images decoded and processed; one that is still kept is not processed again.",
+        MODEL,
+        _of_models(lambda m: {"": m.images_rendered}),
+    ),
+    Metric(
+        CounterMetricFamily,
+        "tinker_local_images_encoded",
+        "Images that went through the vision tower of the sampler or of the trainer.",
+        ("model", "side"),
+        _of_models(lambda m: {"sampler": m.images_encoded_by_sampler, "trainer": m.images_encoded_by_trainer}),
+    ),
+    Metric(
+        CounterMetricFamily,
+        "tinker_local_samples",
+        "Sequences sampled and given out.",
+        MODEL,
+        _of_models(lambda m: {"": m.samples}),
+    ),
+    Metric(
+        CounterMetricFamily,
+        "tinker_local_prompt_tokens",
+        "Positions of the prompts that were sampled from, image positions included, once per request.",
+        MODEL,
+        _of_models(lambda m: {"": m.prompt_tokens}),
+    ),
+    Metric(
+        CounterMetricFamily,
+        "tinker_local_sampled_tokens",
+        "Tokens of the sequences given out.",
+        MODEL,
+        _of_models(lambda m: {"": m.sampled_tokens}),
+    ),
+    Metric(
+        CounterMetricFamily,
+        "tinker_local_trained_tokens",
+        "Positions of the data of forward_backward requests that succeeded, image positions included.",
+        MODEL,
+        _of_models(lambda m: {"": m.trained_tokens}),
+    ),
+    Metric(
+        CounterMetricFamily,
+        "tinker_local_optimizer_steps",
+        "Optimizer steps taken.",
+        MODEL,
+        _of_models(lambda m: {"": m.optimizer_steps}),
+    ),
+    Metric(
+        CounterMetricFamily,
+        "tinker_local_submits_refused",
+        "Training requests answered with 429 because as much is queued as may be; each is sent again.",
+        MODEL,
+        _of_models(lambda m: {"": m.submits_refused}),
+    ),
+    Metric(
+        CounterMetricFamily,
+        "tinker_local_operations_failed",
+        "Operations that ended with an error, by the category that the client saw; cancelled ones are the user's.",
+        ("model", "category"),
+        _of_models(lambda m: {category: m.failures.get(category, 0) for category in get_args(Category)}),
+    ),
+    Metric(
+        GaugeMetricFamily,
+        "tinker_local_requests_running",
+        "Sample requests in the sampler (its own queue included), training commands in the trainer.",
+        ("model", "side"),
+        _of_models(lambda m: {"sampler": m.samples_running, "trainer": m.commands_running}),
+    ),
+    Metric(
+        GaugeMetricFamily,
+        "tinker_local_requests_waiting",
+        "Sample requests on their way to the sampler, training commands queued for the trainer.",
+        ("model", "side"),
+        _of_models(lambda m: {"sampler": m.samples_waiting, "trainer": m.commands_waiting}),
+    ),
+    Metric(
+        GaugeMetricFamily,
+        "tinker_local_adapters",
+        "Adapters that are being trained.",
+        MODEL,
+        _of_models(lambda m: {"": m.adapters}),
+    ),
+    Metric(
+        GaugeMetricFamily,
+        "tinker_local_sampler_versions",
+        "Adapter versions that the sampler has verified and may be sampled from.",
+        MODEL,
+        _of_models(lambda m: {"": m.sampler_versions}),
+    ),
+    Metric(
+        GaugeMetricFamily,
+        "tinker_local_sequences",
+        "Sequences in the sampler, its own queue included.",
+        MODEL,
+        _of_models(lambda m: {"": m.sequences}),
+    ),
+    Metric(
+        GaugeMetricFamily,
+        "tinker_local_kv_cache_used_ratio",
+        "Share of the sampler's KV cache, 0 to 1, that sequences hold; the mean of several replicas.",
+        MODEL,
+        _of_models(lambda m: {"": m.kv_cache_used}),
+    ),
+    Metric(
+        GaugeMetricFamily,
+        "tinker_local_ephemeral_version_bytes",
+        "Size of the ephemeral sampler versions that are kept, in shared memory or on disk.",
+        MODEL,
+        _of_models(lambda m: {"": m.ephemeral_bytes}),
+    ),
+    Metric(
+        CounterMetricFamily,
+        "tinker_local_ephemeral_versions_dropped",
+        "Ephemeral sampler versions dropped because those of their session, of their owner or of all were too large.",
+        MODEL,
+        _of_models(lambda m: {"": m.versions_dropped}),
+    ),
+    Metric(
+        CounterMetricFamily,
+        "tinker_local_in_flight_versions",
+        "Versions that the sampler went on to while samples of in-flight clients ran.",
+        MODEL,
+        _of_models(lambda m: {"": m.in_flight_published}),
+    ),
+    Metric(
+        CounterMetricFamily,
+        "tinker_local_in_flight_tokens",
+        "Tokens of in-flight clients.",
+        MODEL,
+        _of_models(lambda m: {"": m.in_flight_tokens}),
+    ),
+    Metric(
+        CounterMetricFamily,
+        "tinker_local_tokens_on_older_keys",
+        "Those of them that were drawn on keys and values that may be of an earlier version.",
+        MODEL,
+        _of_models(lambda m: {"": m.tokens_on_older_keys}),
+    ),
+    Metric(
+        CounterMetricFamily,
+        "tinker_local_sampler_sleeps",
+        "How often the sampler gave its memory to the trainer, for requests that did not fit otherwise.",
+        MODEL,
+        _of_models(lambda m: {"": m.sampler_sleeps}),
+    ),
+    Metric(
+        GaugeMetricFamily,
+        "tinker_local_sampler_asleep",
+        "1 while the sampler is asleep so that the trainer can use its memory.",
+        MODEL,
+        _of_models(lambda m: {"": int(m.sampler_asleep)}),
+    ),
+    Metric(
+        CounterMetricFamily,
+        "tinker_local_trainer_restarts",
+        "How often the trainer's process was started again because it had ended or did not answer.",
+        MODEL,
+        _of_models(lambda m: {"": m.trainer_restarts}),
+    ),
+    Metric(
+        GaugeMetricFamily,
+        "tinker_local_trainer_up",
+        "0 while the trainer's process has ended and the next one is not ready.",
+        MODEL,
+        _of_models(lambda m: {"": int(m.trainer_works)}),
+    ),
+    Metric(
+        CounterMetricFamily,
+        "tinker_local_sampler_restarts",
+        "How often the sampler's process was started again because it had ended or did not answer.",
+        MODEL,
+        _of_models(lambda m: {"": m.sampler_restarts}),
+    ),
+    Metric(
+        GaugeMetricFamily,
+        "tinker_local_sampler_up",
+        "0 while the sampler's process has ended and the next one is not ready; of several replicas: while none works.",
+        MODEL,
+        _of_models(lambda m: {"": int(m.sampler_works)}),
+    ),
+    Metric(
+        GaugeMetricFamily,
+        "tinker_local_replica_sequences",
+        "Sequences in each of several replicas of the sampler.",
+        ("model", "replica"),
+        _of_models(lambda m: {str(at): replica.sequences for at, replica in m.replicas.items()}),
+    ),
+    Metric(
+        GaugeMetricFamily,
+        "tinker_local_replica_kv_cache_used_ratio",
+        "Share of the KV cache of each of several replicas, 0 to 1, that sequences hold.",
+        ("model", "replica"),
+        _of_models(lambda m: {str(at): replica.kv_cache_used for at, replica in m.replicas.items()}),
+    ),
+    Metric(
+        CounterMetricFamily,
+        "tinker_local_replica_restarts",
+        "How often the process of each of several replicas was started again.",
+        ("model", "replica"),
+        _of_models(lambda m: {str(at): replica.restarts for at, replica in m.replicas.items()}),
+    ),
+    Metric(
+        GaugeMetricFamily,
+        "tinker_local_replica_up",
+        "0 while the process of one of several replicas has ended and the next one is not ready; others answer.",
+        ("model", "replica"),
+        _of_models(lambda m: {str(at): int(replica.works) for at, replica in m.replicas.items()}),
+    ),
+    Metric(
+        GaugeMetricFamily,
+        "tinker_local_owner_used",
+        "What an owner uses of what quotas limit; the resources that end with bytes are in bytes.",
+        ("owner", "resource"),
+        _of_owners(lambda used, most: used),
+    ),
+    Metric(
+        GaugeMetricFamily,
+        "tinker_local_owner_limit",
+        "The quota of an owner, where it has one.",
+        ("owner", "resource"),
+        _of_owners(lambda used, most: most),
+    ),
+    Metric(
         HistogramMetricFamily,
         "tinker_local_operation_seconds",
         "Time from the request to the result, of operations that succeeded.",
         ("kind",),
-        lambda backend: {(kind,): found for kind, found in backend.totals.seconds.items()},
+        lambda now: {(kind,): found for kind, found in now.backend.totals.seconds.items()},
     ),
-    ServerMetric(
+    Metric(
         HistogramMetricFamily,
         "tinker_local_operation_waiting_seconds",
         "Time of these in which they waited for others, for a thread, or for a place on the device.",
         ("kind",),
-        lambda backend: {(kind,): found for kind, found in backend.totals.waited.items()},
+        lambda now: {(kind,): found for kind, found in now.backend.totals.waited.items()},
     ),
-    ServerMetric(
+    Metric(
         CounterMetricFamily,
         "tinker_local_operation_stage_seconds",
         "Time of these by stage: waiting, preparing, queued, prefill, decode, ...",
         ("kind", "stage"),
-        lambda backend: backend.totals.in_stages,
+        lambda now: now.backend.totals.in_stages,
     ),
-    ServerMetric(
+    Metric(
         HistogramMetricFamily,
         "tinker_local_time_to_first_token_seconds",
         "Time from the request of a sample to its first token, waiting and rendering included.",
         ("model",),
-        lambda backend: {(model.names[0],): model.counts.first_token_seconds for model in backend.models.distinct()},
+        lambda now: {(model.names[0],): model.counts.first_token_seconds for model in now.backend.models.distinct()},
     ),
-    ServerMetric(
+    Metric(
         HistogramMetricFamily,
         "tinker_local_time_per_output_token_seconds",
         "Mean time of a token after the first one, of the sequence of a sample that took longest.",
         ("model",),
-        lambda backend: {(model.names[0],): model.counts.token_seconds for model in backend.models.distinct()},
+        lambda now: {(model.names[0],): model.counts.token_seconds for model in now.backend.models.distinct()},
     ),
-    ServerMetric(
+    Metric(
         CounterMetricFamily,
         "tinker_local_owner_operations",
         "Operations of an owner that have ended.",
         ("owner", "kind"),
-        lambda backend: backend.totals.ended,
+        lambda now: now.backend.totals.ended,
     ),
-    ServerMetric(
+    Metric(
         CounterMetricFamily,
         "tinker_local_owner_tokens",
         "Tokens of an owner's operations that succeeded: trained, of prompts (image positions included), sampled.",
         ("owner", "kind"),
-        lambda backend: backend.totals.tokens,
+        lambda now: now.backend.totals.tokens,
     ),
-    ServerMetric(
+    Metric(
         GaugeMetricFamily,
         "tinker_local_run_steps",
         "Optimizer steps of a live run since it was created or loaded.",
         RUN,
-        lambda backend: {(run.model_id, run.owner): run.steps for run in backend.runs.all_live()},
+        lambda now: {(run.model_id, run.owner): run.steps for run in now.backend.runs.all_live()},
     ),
-    ServerMetric(
+    Metric(
         GaugeMetricFamily,
         "tinker_local_run_tokens",
         "Positions that a live run was trained on, image positions included.",
         RUN,
-        lambda backend: {(run.model_id, run.owner): run.progress.tokens for run in backend.runs.all_live()},
+        lambda now: {(run.model_id, run.owner): run.progress.tokens for run in now.backend.runs.all_live()},
     ),
-    ServerMetric(
+    Metric(
         GaugeMetricFamily,
         "tinker_local_run_loss",
         "Loss of a live run's last step, divided by the sum of its weights, or without weights by its targets.",
         RUN,
         _of_runs("loss"),
     ),
-    ServerMetric(
+    Metric(
         GaugeMetricFamily,
         "tinker_local_run_gradient_norm",
         "Norm of the gradient of that step, before clipping.",
         RUN,
         _of_runs("gradient_norm"),
     ),
-    ServerMetric(
+    Metric(
         GaugeMetricFamily,
         "tinker_local_run_learning_rate",
         "Learning rate of that step.",
         RUN,
         _of_runs("learning_rate"),
     ),
-    ServerMetric(
+    Metric(
         GaugeMetricFamily,
         "tinker_local_run_mismatch_kl",
         "KL(sampler, trainer) of that step in nats per token: of all sampled tokens, and by group.",
         GROUP,
         _of_groups("kl"),
     ),
-    ServerMetric(
+    Metric(
         GaugeMetricFamily,
         "tinker_local_run_mismatch_largest_ratio",
         "Largest ratio of the trainer's probability of a token to the sampler's.",
         GROUP,
         _of_groups("largest_ratio"),
     ),
-    ServerMetric(
+    Metric(
         GaugeMetricFamily,
         "tinker_local_run_mismatch_beyond_share",
         "Share of tokens, 0 to 1, whose ratio is beyond 1 ± 0.2.",
         GROUP,
         _of_groups("beyond_share"),
     ),
-    ServerMetric(
+    Metric(
         GaugeMetricFamily,
         "tinker_local_run_mismatch_tokens",
         "Sampled tokens that these are of.",
         GROUP,
         _of_groups("tokens"),
     ),
-    ServerMetric(
+    Metric(
         GaugeMetricFamily,
         "tinker_local_memory_bytes",
         "Resident memory of the server and its processes; what they share counts once for each.",
         (),
-        of_memory=lambda memory: {(): memory.processes},
+        lambda now: {(): now.memory.processes},
     ),
-    ServerMetric(
+    Metric(
         GaugeMetricFamily,
         "tinker_local_gpu_memory_used_bytes",
         "Memory of a GPU that is in use, by any process.",
         ("gpu",),
-        of_memory=lambda memory: {(str(at),): used for at, (used, _) in memory.gpus.items()},
+        lambda now: {(str(at),): used for at, (used, _) in now.memory.gpus.items()},
     ),
-    ServerMetric(
+    Metric(
         GaugeMetricFamily,
         "tinker_local_gpu_memory_bytes",
         "Memory of a GPU.",
         ("gpu",),
-        of_memory=lambda memory: {(str(at),): most for at, (_, most) in memory.gpus.items()},
+        lambda now: {(str(at),): most for at, (_, most) in now.memory.gpus.items()},
     ),
-    ServerMetric(
+    Metric(
         GaugeMetricFamily,
         "tinker_local_disk_free_bytes",
         "Free space on the disk of the data folder.",
         (),
-        lambda backend: {(): shutil.disk_usage(backend.options.data_dir).free},
+        lambda now: {(): shutil.disk_usage(now.backend.options.data_dir).free},
     ),
-    ServerMetric(
+    Metric(
         GaugeMetricFamily,
         "tinker_local_disk_bytes",
         "Size of the disk of the data folder.",
         (),
-        lambda backend: {(): shutil.disk_usage(backend.options.data_dir).total},
+        lambda now: {(): shutil.disk_usage(now.backend.options.data_dir).total},
     ),
-    ServerMetric(
+    Metric(
         GaugeMetricFamily,
         "tinker_local_build_info",
         "Always 1; the labels are the versions that are installed.",
         tuple(PACKAGES),
-        lambda backend: {_versions(): 1},
+        lambda now: {_versions(): 1},
     ),
 )
 
 
-class ServerCollector(Collector):
-    """Reads the backend, which must be ready; `memory` was read before."""
+class Collected(Collector):
+    """The metrics of one moment. Before the backend is ready, none has a value."""
 
-    def __init__(self, backend: ControlPlane, memory: MemoryInUse) -> None:
-        self._backend = backend
-        self._memory = memory
+    def __init__(self, now: Reading | None) -> None:
+        self._now = now
 
     def collect(self) -> Iterator[Any]:
-        for metric in SERVER_METRICS:
+        for metric in METRICS:
             family = metric.family(metric.name, metric.help, labels=metric.labels)
-            for labels, value in {**metric.values(self._backend), **metric.of_memory(self._memory)}.items():
+            values = {} if self._now is None else metric.values(self._now)
+            for labels, value in values.items():
                 if isinstance(family, HistogramMetricFamily):
                     family.add_metric(labels, value.cumulated(), value.total)
                 else:
