@@ -104,13 +104,13 @@ class WatchedSampler(FakeSampler):
         finally:
             self.running -= 1
 
-    def _sample(self, work: Any, weights: Any, cancelled: threading.Event) -> Any:
+    def _sample(self, work: Any, weights: Any, cancelled: threading.Event, clock: Any) -> Any:
         def begun() -> None:
             work.begun()
             while not self.hold.wait(0.01) and not cancelled.is_set():
                 pass
 
-        return super()._sample(replace(work, begun=begun), weights, cancelled)
+        return super()._sample(replace(work, begun=begun), weights, cancelled, clock)
 
 
 @dataclass

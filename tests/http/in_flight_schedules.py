@@ -145,7 +145,7 @@ class Run:
 
 
 class Schedule:
-    """Acts at random on `api` until `stop`. `counts`: what was done. What is wrong raises AssertionError."""
+    """Acts at random on `api`. `counts`: what was done. What is wrong raises AssertionError."""
 
     def __init__(
         self, api: Api, seed: int, trainer: ForcingTrainer, samplers: list[MortalSampler], faults: frozenset[str]
@@ -154,9 +154,11 @@ class Schedule:
         self.trainer, self.samplers = trainer, samplers
         self.counts: Counter[str] = Counter()
         self._next_sample = 0
+        self._enough = asyncio.Event()
         self._stopped = False
 
     async def run(self, seconds: float, runs: int = 2, clients: int = 6) -> None:
+        """Act for `seconds`, and until there were more than five saves and as many sequences whose weights moved."""
         async with asyncio.TaskGroup() as group:
             found = [await self._new_run() for _ in range(runs)]
             for each in found:
@@ -168,8 +170,7 @@ class Schedule:
             if "end" in self.faults:
                 group.create_task(self._vanish())
             await asyncio.sleep(seconds)
-            while min(self.counts["saves"], self.counts["moved sequences"]) <= 5:  # on a slow machine
-                await asyncio.sleep(0.1)
+            await self._enough.wait()
             self._stopped = True
         for each in found:
             await self._last(each)
@@ -258,6 +259,8 @@ class Schedule:
             self.counts["sequences"] += 1
             self.counts["moved sequences"] += len(spans) > 1
             self.counts["newer than all saves at its begin"] += numbers[-1] > known
+        if min(self.counts["saves"], self.counts["moved sequences"]) > 5:
+            self._enough.set()
 
     def _may_fail(self) -> list[str]:
         found = []

@@ -463,6 +463,27 @@ async def test_metadata_and_curves_count_in_the_storage_of_their_owner_on_fakes(
     assert (await alice.post("create_session", session)).status_code == 400
 
 
+async def test_sampling_sessions_count_in_the_storage_of_their_owner_and_ephemeral_saves_go_on_on_fakes(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_quota, "FREE_BYTES", 10 * storage_quota.RECORD_BYTES + 100)
+    api = await start("alice:storage=0")
+    alice, bob = as_owner(api, ALICE), as_owner(api, BOB)
+    session = await alice.session()
+    model = await alice.model(session)
+    body = {"session_id": session, "base_model": "fake/bigram"}
+    for seq_id in range(8):  # a session and a run are recorded, too
+        assert (await alice.post("create_sampling_session", {**body, "sampling_session_seq_id": seq_id})).is_success
+    for _ in range(2):
+        answer = await alice.post("create_sampling_session", {**body, "sampling_session_seq_id": 8})
+        assert answer.status_code == 400
+        assert answer.json()["detail"].startswith("sampling_session_seq_id: records of sessions, their metadata and")
+        api.backend.store.quota.recount()  # as after a restart
+    assert await bob.base_sampler()
+    sampler = await alice.nameless(model, 1, 9)  # a loop of training does not end for want of a record
+    assert await alice.result(await alice.sample(sampler, 0))
+
+
 async def test_a_session_has_so_much_metadata_and_no_more_on_fakes(api: Api) -> None:
     session = {"type": "create_session", "user_metadata": {f"k{at}": "x" * 4000 for at in range(5)}}
     answer = await api.post("create_session", session)

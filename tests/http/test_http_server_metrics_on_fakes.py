@@ -14,7 +14,7 @@ async def read(api: Api) -> dict[str, Values]:
     found: dict[str, Values] = {}
     for family in text_string_to_metric_families(answer.text):
         for sample in family.samples:
-            if "model" not in sample.labels:
+            if "model" not in sample.labels or "token_seconds" in sample.name:
                 name = sample.name.removeprefix("tinker_local_")
                 found.setdefault(name, {})[tuple(sample.labels.values())] = sample.value  # in the order of their names
     return found
@@ -47,6 +47,10 @@ async def test_operations_and_tokens_are_counted_by_kind_and_owner_on_fakes(star
     }
     assert found["operation_seconds_count"][("forward_backward",)] == 1  # the one that succeeded
     assert found["operation_seconds_bucket"][("forward_backward", "+Inf")] == 1
+    assert found["time_to_first_token_seconds_count"] == {("fake/bigram",): 1}
+    assert found["time_per_output_token_seconds_count"] == {("fake/bigram",): 1}
+    first, whole = found["time_to_first_token_seconds_sum"][("fake/bigram",)], found["operation_seconds_sum"]
+    assert 0 < first <= whole[("sample",)]
     assert 0 < found["operation_waiting_seconds_sum"][("sample",)] <= found["operation_seconds_sum"][("sample",)] < 60
 
 

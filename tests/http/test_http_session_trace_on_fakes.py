@@ -73,12 +73,14 @@ async def test_each_request_of_a_session_has_a_slice_with_its_stages_on_fakes(ap
     assert trace.of(step).stages == ["waiting", "running"]
     assert trace.of(f"{model}:3").stages == ["waiting", "running", "writing"]
     assert trace.of(f"{model}:4").stages == ["waiting", "running", "writing", "loading"]
-    assert trace.of(sample).stages == ["waiting", "preparing", "waiting", "running"]
+    sampled = [stage for stage in trace.of(sample).stages if stage != "loading"]  # takes long or not
+    assert sampled == ["waiting", "preparing", "waiting", "queued", "prefill", "decode"]
     known = trace.of(gradient).arguments
     assert (known["datums"], known["tokens"], known["images"]) == (1, 3, 0)
     known = trace.of(sample).arguments
-    sampled = sum(len(each.tokens) for each in output.sequences)
-    assert (known["num_samples"], known["prompt_tokens"], known["sampled_tokens"]) == (3, 2, sampled)
+    tokens = sum(len(each.tokens) for each in output.sequences)
+    assert (known["num_samples"], known["prompt_tokens"], known["sampled_tokens"]) == (3, 2, tokens)
+    assert (known["cached_prompt_tokens"], known["preemptions"], known["replica"]) == (0, 0, 0)
     for each in trace.operations:
         assert each.end is not None
         assert began <= each.begin <= each.end <= time.time_ns()
@@ -124,7 +126,7 @@ async def test_time_is_where_it_was_spent_on_fakes(api: Api, monkeypatch: pytest
     assert seconds(first, "running") >= 0.4
     assert seconds(waits, "waiting") >= 0.5
     assert seconds(waits, "running") <= done - released
-    assert seconds(sampled, "running") >= 0.4
+    assert seconds(sampled, "prefill") >= 0.4  # it is held before its first token
     assert seconds(sampled, "preparing") >= 0.2
     assert {first.track, last.track, waits.track} == {"training run 0: fake/bigram, rank 4"}
     held = next(each for each in first.within if each.name == "running")
@@ -132,8 +134,9 @@ async def test_time_is_where_it_was_spent_on_fakes(api: Api, monkeypatch: pytest
     assert [value for at, value in waiting if at < (held.end or 0)][-1] in (1, 2)  # the step, and maybe a gradient
     assert waiting[-1][1] == 0
     assert max(value for _, value in trace.counters["sampling: requests that run"]) == 1
+    ran = seconds(sampled, "prefill") + seconds(sampled, "decode")
     rates = [value for _, value in trace.counters["sampling: tokens per second"]]
-    assert rates == [pytest.approx(sampled.arguments["sampled_tokens"] / seconds(sampled, "running"), abs=1e-3), 0.0]
+    assert rates == [pytest.approx(sampled.arguments["sampled_tokens"] / ran, abs=1e-3), 0.0]
 
 
 async def test_sample_waits_until_the_sampler_has_a_place_for_it_on_fakes(api: Api) -> None:
@@ -142,7 +145,7 @@ async def test_sample_waits_until_the_sampler_has_a_place_for_it_on_fakes(api: A
     api.sampler.hold.clear()
     samples = [await api.sample(sampler, seq_id) for seq_id in range(3)]  # it has two threads
     stages: list[str] = []
-    while sorted(stages) != ["running", "running", "waiting"]:  # the test's time limit ends this
+    while sorted(stages) != ["queued", "running", "running"]:  # the test's time limit ends this
         await asyncio.sleep(0.01)
         trace = await trace_of(api, session)
         stages = [(trace.of(sample).stages or [""])[-1] for sample in samples]
@@ -150,7 +153,7 @@ async def test_sample_waits_until_the_sampler_has_a_place_for_it_on_fakes(api: A
     api.sampler.hold.set()
     for sample in samples:
         await api.result(sample)
-    assert seconds((await trace_of(api, session)).of(samples[stages.index("waiting")]), "waiting") >= 0.3
+    assert seconds((await trace_of(api, session)).of(samples[stages.index("queued")]), "queued") >= 0.3
 
 
 async def test_failed_and_cancelled_requests_say_why_on_fakes(api: Api, make_datum: Any) -> None:

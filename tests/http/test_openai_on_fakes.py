@@ -31,13 +31,13 @@ class HeldSampler(WatchedSampler):
     hold_drawn = threading.Event()
     hold_drawn.set()
 
-    def _sample(self, work: Any, weights: Any, cancelled: threading.Event) -> Any:
+    def _sample(self, work: Any, weights: Any, cancelled: threading.Event, clock: Any) -> Any:
         def drawn(tokens: Any) -> None:
             work.drawn(tokens)
             while not self.hold_drawn.wait(0.01) and not cancelled.is_set():
                 pass
 
-        return super()._sample(work if work.drawn is None else replace(work, drawn=drawn), weights, cancelled)
+        return super()._sample(work if work.drawn is None else replace(work, drawn=drawn), weights, cancelled, clock)
 
 
 @pytest.fixture(scope="module")

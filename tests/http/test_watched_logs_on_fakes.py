@@ -1,12 +1,15 @@
 """`--watch-logs`: the `metrics.jsonl` files of other programs, whatever these write, and who sees them."""
 
+import asyncio
 import json
 import math
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tinker_local.backend.http import progress_routes
 from tinker_local.backend.storage import watched_logs
 from tinker_local.backend.storage.watched_logs import LogPiece, WatchedLogs, parse_line
 
@@ -208,6 +211,25 @@ async def test_an_owner_sees_the_logs_of_its_own_runs_alone_on_fakes(start_api: 
         for key, status in ((ALICE, 200 if name == "of-alice" else 404), (BOB, 404), (ADMIN, 200)):
             answer = await api.http.get(f"/api/v1/logs/{log['log_id']}/curve", headers={"X-API-Key": key})
             assert answer.status_code == status, (name, key)
+
+
+async def test_a_folder_that_hangs_is_told_and_nothing_else_waits_for_it_on_fakes(
+    start_api: StartApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = await start_api(watch_logs=tmp_path)
+    answer = threading.Event()
+    monkeypatch.setattr(progress_routes, "WATCH_SECONDS", 0.3)
+    monkeypatch.setattr(WatchedLogs, "logs", lambda _: answer.wait(60) and [])
+    try:
+        hanging = [asyncio.create_task(api.get("logs")) for _ in range(6)]
+        await asyncio.sleep(0)
+        model = await api.model()
+        await api.save(model, 1, "while-it-hangs")
+        for found in await asyncio.gather(*hanging):
+            assert found.status_code == 500
+            assert found.json()["error"] == "the folder of --watch-logs did not answer within 0.3 seconds"
+    finally:
+        answer.set()
 
 
 async def test_without_a_watched_folder_there_are_no_logs_on_fakes(start_api: StartApi) -> None:

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 from tinker_local.backend.rendering import image_assets
 from tinker_local.backend.rendering.image_assets import ImageAssets
+from tinker_local.backend.threads import acting_for
 from tinker_local.types import (
     EncodedTextChunk,
     ImageAssetPointerChunk,
@@ -117,6 +118,23 @@ async def test_a_folder_that_hangs_holds_up_nobody_who_reads_no_images(
     finally:
         answer.set()
     assert set(await asyncio.gather(*reading)) == {png()}
+
+
+async def test_a_folder_that_hangs_is_given_up_after_the_seconds_and_keeps_threads_for_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, read = threading.Event(), ImageAssets._read
+    monkeypatch.setattr(ImageAssets, "_read", lambda *given: answer.wait(60) if "lost" in given[1] else read(*given))
+    with acting_for("alice", "s"):
+        lost = [asyncio.create_task(bytes_of(ImageAssets(folder, seconds=0.3), "lost.png")) for _ in range(16)]
+    await asyncio.sleep(0)
+    try:
+        with acting_for("bob", "s"):
+            assert await bytes_of(ImageAssets(folder), "red.png") == png()
+        for error in await asyncio.gather(*lost, return_exceptions=True):
+            assert str(error) == "prompt.chunks[1].location: lost.png was not there within 0.3 seconds"
+    finally:
+        answer.set()
 
 
 # URLs ---------------------------------------------------------------------------------------------------------------

@@ -183,6 +183,7 @@ async def test_requests_that_do_not_fit_the_kv_cache_together_give_what_they_giv
     ]
     squeezed = await asyncio.gather(*(small.sample(work) for work in works))
     assert preempted
+    assert sum(output.times.preemptions for output in squeezed) == len(preempted)
     for work, output in zip(works, squeezed, strict=True):
         (sequence,) = output.sequences
         text.same(sequence.logprobs, text.hf.logprobs(work.prompt, sequence.tokens))

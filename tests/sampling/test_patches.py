@@ -22,7 +22,7 @@ NOT_INTERNAL = {
     *("seed", "logprobs", "prompt_logprobs", "extra_args", "skip_reading_prefix_cache"),  # of SamplingParams
     "id",  # of LoRAModel
     *("kept_by_dynamo", "in_torch", "curved", "grammar_masks", "workspaces", "lent", "shared", "draw"),  # ours
-    *("routed", "routes"),  # ours
+    *("routed", "routes", "since"),  # ours
     *("disable", "set_num_threads", "_parameters", "_version"),  # torch's
     *("_cdata", "_schema", "_make_subclass"),  # torch's
     "_exit",  # of os

@@ -6,11 +6,11 @@ several tracks of the same name, which Perfetto shows as one track with several 
 """
 
 import heapq
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import count
 
-from tinker_local.backend.scheduling.operations import Timeline
+from tinker_local.backend.scheduling.operations import RUNNING, WAITING, Stage, Timeline, stages
 from tinker_local.types.wire.perfetto_trace_pb2 import (
     ClockSnapshot,
     CounterDescriptor,
@@ -67,8 +67,8 @@ def packets(trace: SessionTrace) -> Iterator[TracePacket]:
     ):
         timelines = [timeline for track in tracks for timeline in track.timelines]
         if timelines:
-            for doing, stage in (("wait", "waiting"), ("run", "running")):
-                changes = _in_stage(timelines, stage)
+            for doing, counted in (("wait", WAITING), ("run", RUNNING)):
+                changes = _in_stages(timelines, counted)
                 yield from writer.counter(f"{what}: requests that {doing}", "requests", session, changes)
             yield from writer.counter(f"{what}: tokens per second", "tokens/s", session, _rates(timelines, tokens))
     for owner in owners:
@@ -166,19 +166,6 @@ class _Writer:
             yield self.event(ended, track, end)
 
 
-def stages(timeline: Timeline, ended: int) -> Iterator[tuple[str, int, int]]:
-    """Each stage that took time, with its begin and end; the end is 0 if it has not ended."""
-    begun = list(timeline.stages)
-    if ended:  # a thread may continue after a cancellation
-        begun = [(stage, min(at, ended)) for stage, at in begun]
-    for (stage, at), (_, until) in pairwise(begun):
-        if until > at:
-            yield stage, at, until
-    stage, at = begun[-1]
-    if not ended or ended > at:
-        yield stage, at, ended
-
-
 def _arguments(timeline: Timeline, ended: int) -> Iterator[DebugAnnotation]:
     yield DebugAnnotation(name="request_id", string_value=timeline.request_id)
     seq_id = timeline.request_id.rpartition(":")[2]
@@ -191,11 +178,11 @@ def _arguments(timeline: Timeline, ended: int) -> Iterator[DebugAnnotation]:
         yield DebugAnnotation(name=name, int_value=value)
 
 
-def _in_stage(timelines: Iterable[Timeline], counted: str) -> Iterator[Change]:
-    """Changes of the number of requests in a stage."""
+def _in_stages(timelines: Iterable[Timeline], counted: Collection[Stage]) -> Iterator[Change]:
+    """Changes of the number of requests in some stages."""
     for timeline in timelines:
         for stage, began, until in stages(timeline, timeline.ended):
-            if stage == counted:
+            if stage in counted:
                 yield began, 1.0
                 if until:
                     yield until, -1.0
@@ -207,7 +194,11 @@ def _rates(timelines: Iterable[Timeline], tokens: str) -> Iterator[Change]:
         number, ended = (timeline.facts or {}).get(tokens, 0), timeline.ended
         if not number or not ended or timeline.outcome != "ok":
             continue
-        ran = [(at, until) for stage, at, until in stages(timeline, ended) if stage == "running"]
+        ran: list[tuple[int, int]] = []
+        for stage, at, until in stages(timeline, ended):
+            if stage in RUNNING:
+                joins = bool(ran) and ran[-1][1] == at
+                ran.append((ran.pop()[0] if joins else at, until))
         seconds = sum(until - at for at, until in ran) / 1e9
         for at, until in ran:
             yield at, number / seconds

@@ -66,6 +66,16 @@ def acting_for(owner: str, session_id: str = "") -> AbstractContextManager[None]
     return _Acting(Who(owner, session_id))  # every request does this: half the time of a generator
 
 
+class Ledger(Counter[K]):
+    """Amounts by key. A key whose amount is zero is forgotten, so that those that come and go take no memory."""
+
+    def __setitem__(self, key: K, amount: int) -> None:
+        if amount:
+            super().__setitem__(key, amount)
+        else:
+            self.pop(key, None)
+
+
 class Turns(Generic[T]):
     """What waits, and how many of each owner and session are running.
 
@@ -78,8 +88,8 @@ class Turns(Generic[T]):
         self._of_owner = of_owner
         self._of_session = of_session
         self._waiting: dict[str, dict[str, dict[T, None]]] = {}  # the last served come last
-        self._running: Counter[str] = Counter()
-        self._running_of: Counter[Who] = Counter()
+        self._running: Ledger[str] = Ledger()
+        self._running_of: Ledger[Who] = Ledger()
         self._all = 0
 
     def __len__(self) -> int:
@@ -119,8 +129,8 @@ class Turns(Generic[T]):
     def ended(self, who: Who) -> None:
         """One of its items runs no more."""
         self._all -= 1
-        count_out(self._running, who.owner)
-        count_out(self._running_of, who)
+        self._running[who.owner] -= 1
+        self._running_of[who] -= 1
 
     def _next(self, may: Callable[[str], bool]) -> Who | None:
         best, fewest = None, 0
@@ -188,13 +198,6 @@ class Places:
                 self._turns.ended(who)
             else:
                 turn.set_result(None)
-
-
-def count_out(counts: Counter[K], key: K, count: int = 1) -> None:
-    """Count `count` less of `key`, which is forgotten at zero."""
-    counts[key] -= count
-    if not counts[key]:
-        del counts[key]
 
 
 # The pools of libgomp -------------------------------------------------------------------------------------------------

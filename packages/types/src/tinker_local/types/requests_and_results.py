@@ -402,7 +402,8 @@ class SampledSequence(Frozen):
 
 
 class SampleOutput(Frozen):
-    """`prompt_logprobs` float32 [P], NaN at position 0; one sequence per requested sample."""
+    """`prompt_logprobs` float32 [P], NaN at position 0; one sequence per requested sample. `times` are for the server
+    alone: where the time went within the sampler."""
 
     sequences: TupleOf[SampledSequence]
     prompt_logprobs: Logprobs | None = None
@@ -410,3 +411,4 @@ class SampleOutput(Frozen):
     target_prompt_logprobs: TensorData | None = None
     prompt_alt_tokens: PromptAltTokens | None = None
     prompt_cache_hit_tokens: int = 0
+    times: Any = Field(default=None, exclude=True, repr=False)

@@ -1,12 +1,12 @@
 """How long a checkpoint lives: until it expires or is deleted, and its folder until the last reader is done."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 
 from tinker_local.backend.storage.records import CheckpointRecord
+from tinker_local.backend.threads import Ledger
 from tinker_local.types import InvalidRequestError
 
 MIN_TTL, MAX_TTL = 3600, 10 * 365 * 86400
@@ -36,7 +36,7 @@ class CheckpointUses:
     """Counts, on the event loop, the loads, samples and downloads in progress of each checkpoint."""
 
     def __init__(self) -> None:
-        self._counts: Counter[Version] = Counter()
+        self._counts: Ledger[Version] = Ledger()
         self._unused: dict[Version, asyncio.Event] = {}
 
     def take(self, record: CheckpointRecord) -> None:
@@ -47,10 +47,8 @@ class CheckpointUses:
         """End one use."""
         version = version_of(record)
         self._counts[version] -= 1
-        if not self._counts[version]:
-            del self._counts[version]
-            if (event := self._unused.pop(version, None)) is not None:
-                event.set()
+        if version not in self._counts and (event := self._unused.pop(version, None)) is not None:
+            event.set()
 
     @contextmanager
     def using(self, record: CheckpointRecord) -> Iterator[None]:

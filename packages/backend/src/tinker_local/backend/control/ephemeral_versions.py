@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from tinker_local.backend.control.sampler_versions import SamplerVersions
 from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.scheduling.quotas import Quotas
+from tinker_local.backend.threads import Ledger
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ class EphemeralVersions:
         self._quotas = quotas
         self._versions = versions
         self._kept: dict[EphemeralVersion, None] = {}  # the least recently used first
-        self._by_session: Counter[str] = Counter()  # bytes
-        self._by_owner: Counter[str] = Counter()
+        self._by_session: Ledger[str] = Ledger()  # bytes
+        self._by_owner: Ledger[str] = Ledger()
         self._dropping: set[asyncio.Task[None]] = set()
 
     def add(self, version: EphemeralVersion) -> None:
@@ -66,10 +66,8 @@ class EphemeralVersions:
         if version not in self._kept:
             return
         del self._kept[version]
-        for sizes, key in (self._by_session, version.session_id), (self._by_owner, version.owner):
-            sizes[key] -= version.size
-            if not sizes[key]:
-                del sizes[key]
+        self._by_session[version.session_id] -= version.size
+        self._by_owner[version.owner] -= version.size
         version.base.counts.ephemeral_bytes -= version.size
 
     async def remove(self, version: EphemeralVersion) -> None:

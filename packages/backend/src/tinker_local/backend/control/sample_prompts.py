@@ -1,6 +1,7 @@
 """Prompts of samples: their images are fetched and rendered in turns, and count until the sample has ended."""
 
 import re
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from copy import copy
@@ -10,14 +11,14 @@ from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.rendering.image_assets import ImageAssets
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.rendering.turns_at_places import TurnsAtPlaces
 from tinker_local.backend.scheduling.image_turns import ImageTurns
 from tinker_local.backend.scheduling.operations import Timeline
-from tinker_local.backend.threads import IMAGE_THREADS, RENDERING, RENDERING_IMAGES
+from tinker_local.backend.threads import IMAGE_THREADS, RENDERING, RENDERING_IMAGES, Places, Who
 from tinker_local.types import EncodedTextChunk, ImageChunk, InvalidRequestError, ModelInput
 
-MAX_FETCHED = 8
-"""Prompts of an owner that name images, which are being fetched or wait to be rendered."""
+MAX_FETCHED = 6
+"""Prompts of an owner that name images, which are being fetched or wait to be rendered. A host or folder that does not
+answer holds fewer than `image_assets.MAX_PROMPTS` of one owner, so that others can have theirs."""
 
 
 class SamplePrompts:
@@ -25,7 +26,7 @@ class SamplePrompts:
 
     def __init__(self, options: BackendOptions) -> None:
         self._images = ImageAssets(options.image_folder, options.image_hosts)
-        self._fetched = TurnsAtPlaces(MAX_FETCHED)  # an owner is a place
+        self._fetched = Places(sys.maxsize, MAX_FETCHED)
         self._turns = ImageTurns(IMAGE_THREADS)
 
     @asynccontextmanager
@@ -34,7 +35,7 @@ class SamplePrompts:
     ) -> AsyncIterator[RenderedInput]:
         """The prompt as the sampler takes it. Until the context ends, the memory of its images counts."""
         if given.names_images:
-            async with self._fetched.at(frozenset((owner,))):
+            async with self._fetched.turn(Who(owner, session_id)):
                 async with self._images.turn(given):
                     timeline.enter("fetching")
                     try:

@@ -29,6 +29,7 @@ from tinker_local.backend.rendering.rendered_input import ReadPrompt, RenderedIn
 from tinker_local.backend.sampling.prompt_scores import check_sample_topk
 from tinker_local.backend.sampling.sampler import (
     Drawn,
+    EngineTimes,
     Penalties,
     SampleWork,
     bytes_of,
@@ -255,9 +256,10 @@ class Sampling:
         """Open `session` at once, so that its end finds it, and record it."""
         sampling_id = session.record.sampling_session_id
         self._remember(session)
+        add = self._store.add_sampling_session if session.record.nameless else self._store.add_named_sampling_session
         try:
-            with nullcontext() if must_record else suppress(StorageFullError):
-                await DATABASE.run(self._store.add_sampling_session, session.record)
+            with nullcontext() if must_record else suppress(StorageFullError, InvalidRequestError):  # of its quota
+                await DATABASE.run(add, session.record)
         except Exception:
             self._open.pop(sampling_id, None)
             self._of_session.get(session.record.session_id, {}).pop(sampling_id, None)
@@ -540,6 +542,8 @@ class Sampling:
         session_id, sampler = session.record.session_id, session.base.engines.sampler
 
         async def run(piece: SampleWork) -> SampleOutput:
+            if not piece.first_sample:
+                operation.timeline.enter("queued")
             queue.enter(operation, session_id, request.num_samples)
             if session.in_flight is not None:
                 return await session.in_flight.sample(session.base, piece)
@@ -550,8 +554,12 @@ class Sampling:
             output = await session.base.sample_turns.sample(session.owner, session_id, work, run)
         finally:
             queue.leave(operation)
-        count(session.base, work, output)
-        operation.timeline.note(sampled_tokens=sampled_tokens(output))
+        operation.timeline.note(
+            sampled_tokens=sampled_tokens(output), cached_prompt_tokens=output.prompt_cache_hit_tokens
+        )
+        if isinstance(output.times, EngineTimes):
+            operation.timeline.sampled(output.times)
+        count(session.base, work, output, operation.timeline)
         output = with_ids(output if besides.drawn is None else without_logprobs(output), operation.request_id)
         if session.in_flight is not None:
             self.token_weights.add(session_id, output.sequences, session.in_flight.target)
@@ -672,12 +680,17 @@ def decoded(request_id: str, encoded: bytes) -> SampleOutput:
     return with_ids(decode_sample_output(encoded), request_id)
 
 
-def count(base: ServedModel, work: SampleWork, output: SampleOutput) -> None:
-    """Count what the sampler did."""
+def count(base: ServedModel, work: SampleWork, output: SampleOutput, timeline: Timeline) -> None:
+    """Count what the sampler did. `timeline`: of the request."""
     counts = base.counts
     counts.samples += len(output.sequences)
     counts.prompt_tokens += work.prompt.length
     counts.sampled_tokens += sampled_tokens(output)
     spans = [span for sequence in output.sequences for span in sequence.drawn_under or ()]
+    if isinstance(output.times, EngineTimes):
+        if (seconds := timeline.seconds_to("decode")) is not None:
+            counts.first_token_seconds.add(seconds)
+        if (seconds := output.times.per_token) is not None:
+            counts.token_seconds.add(seconds)
     counts.in_flight_tokens += sum(span.tokens for span in spans)
     counts.tokens_on_older_keys += sum(span.tokens for span in spans if span.on_older_keys)

@@ -1,13 +1,13 @@
 """Records of samples in memory: by session, for how long, and how many."""
 
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy.typing as npt
 from tinker_local.backend.scheduling.operations import OBJECT_BYTES
-from tinker_local.backend.threads import count_out
+from tinker_local.backend.threads import Ledger
 
 LIFETIME = 24 * 60 * 60.0
 """Seconds from the last use of a record, as on the hosted service."""
@@ -71,7 +71,7 @@ class _OfSession(Generic[R]):
         self.bytes = 0
         self._arrays = arrays
         self._kept: OrderedDict[str, tuple[R, float]] = OrderedDict()
-        self._uses: Counter[int] = Counter()
+        self._uses: Ledger[int] = Ledger()
 
     def add(self, sequence_id: str, record: R, now: float) -> None:
         """A request that comes again after its result was read has new sequences of the same ids."""
@@ -103,5 +103,5 @@ class _OfSession(Generic[R]):
     def _forget(self, record: R) -> None:
         self.bytes -= OBJECT_BYTES
         for array in self._arrays(record):
-            count_out(self._uses, id(array))
+            self._uses[id(array)] -= 1
             self.bytes -= 0 if self._uses[id(array)] else array.nbytes

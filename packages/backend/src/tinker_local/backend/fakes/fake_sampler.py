@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ from tinker_local.backend.sampling.prompt_scores import (
     check_sample_topk,
     prompt_questions,
 )
-from tinker_local.backend.sampling.sampler import DrawnTokens, SampleWork, scores_alone, token_budget
+from tinker_local.backend.sampling.sampler import DrawnTokens, EngineClock, SampleWork, scores_alone, token_budget
 from tinker_local.backend.training.module_outputs import ModuleOutputs
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.routes import RoutedLayers
@@ -173,12 +174,16 @@ class FakeSampler:
     async def sample(self, work: SampleWork) -> SampleOutput:
         """Sample in a thread; cancelling stops the thread at the next token."""
         with self._using():
+            clock = EngineClock()
             weights = await self._target(work)
+            clock.load_since(clock.submitted)
             stop_thread = threading.Event()
             loop = asyncio.get_running_loop()
             self._waiting[stop_thread] = work.num_samples
             try:
-                steps, output = await loop.run_in_executor(self._threads, self._begin, work, weights, stop_thread)
+                steps, output = await loop.run_in_executor(
+                    self._threads, self._begin, work, weights, stop_thread, clock
+                )
                 while output is None:
                     output = await loop.run_in_executor(self._threads, next, steps)
                 return output
@@ -256,14 +261,14 @@ class FakeSampler:
         return _Weights(self._model.read_adapter(tensors, config["r"]), config["r"])
 
     def _begin(
-        self, work: SampleWork, weights: _Target, cancelled: threading.Event
+        self, work: SampleWork, weights: _Target, cancelled: threading.Event, clock: EngineClock
     ) -> tuple[Steps, SampleOutput | None]:
         """The steps, and what the first of them gives."""
         self._waiting.pop(cancelled, None)
-        steps = self._sample(work, weights, cancelled)
+        steps = self._sample(work, weights, cancelled, clock)
         return steps, next(steps)
 
-    def _sample(self, work: SampleWork, target: _Target, cancelled: threading.Event) -> Steps:
+    def _sample(self, work: SampleWork, target: _Target, cancelled: threading.Event, clock: EngineClock) -> Steps:
         prompt, params = work.prompt, work.params
         scored = scores_alone(work, params.max_tokens)
         budget = token_budget(prompt.length, params.max_tokens, self.max_context_length, scored=scored)
@@ -283,8 +288,9 @@ class FakeSampler:
         if questions is not None:
             scores = yield from self._answers(questions, work, target.now[1])
             asked = scores.fields(questions)
+        clock.begin()
         work.begun()
-        spent = 0
+        spent, first_token = 0, 0.0
         for position in range(budget):
             running = [sequence for sequence in sequences if not sequence.stopped]
             if not running:
@@ -317,8 +323,12 @@ class FakeSampler:
                     work.drawn(sequence.drawn(numbers[id(sequence)], last=position == budget - 1))
                 if sequence.stopped:
                     work.ended()
+            first_token = first_token or time.monotonic()
         in_flight = work.moving is not None
-        yield SampleOutput(sequences=tuple(sequence.result(in_flight=in_flight) for sequence in sequences), **asked)
+        results = tuple(sequence.result(in_flight=in_flight) for sequence in sequences)
+        clock.ended = time.monotonic()
+        times = clock.times(first_token, max(len(sequence.tokens) for sequence in sequences))
+        yield SampleOutput(sequences=results, times=times, **asked)
 
     def _answers(
         self, questions: PromptQuestions, work: SampleWork, weights: _Weights

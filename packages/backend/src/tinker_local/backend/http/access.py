@@ -10,7 +10,7 @@ import asyncio
 import ipaddress
 import re
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Literal, TypeVar, cast
 
@@ -25,7 +25,7 @@ from tinker_local.backend.http.error_responses import api_of
 from tinker_local.backend.scheduling.quotas import Owners
 from tinker_local.backend.storage.metadata import Owned
 from tinker_local.backend.storage.names import parse_tinker_path
-from tinker_local.backend.threads import ACTING, DATABASE, Who, acting_for, count_out
+from tinker_local.backend.threads import ACTING, DATABASE, Ledger, Who, acting_for
 from tinker_local.types import (
     ApiError,
     AuthenticationError,
@@ -191,7 +191,7 @@ class RequireKey:
         self._app = app
         self._keys = keys
         self._wrong = wrong
-        self._open: Counter[str] = Counter()
+        self._open: Ledger[str] = Ledger()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not _open_to_all(scope["path"]):
@@ -221,7 +221,7 @@ class RequireKey:
                 with acting_for(caller.owner):
                     await self._app(scope, receive, send)
             finally:
-                count_out(self._open, caller.owner)
+                self._open[caller.owner] -= 1
             return
         await self._app(scope, receive, send)
 

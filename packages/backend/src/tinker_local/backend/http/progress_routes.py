@@ -1,12 +1,13 @@
 """How far runs are; the curve of a run, numbers that a program adds to it, and logs of programs. Not part of the Tinker
 API."""
 
+import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
@@ -19,9 +20,12 @@ from tinker_local.backend.http.bodies import parse
 from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.storage.watched_logs import Log
 from tinker_local.backend.threads import WATCHED
-from tinker_local.types import Frozen, InvalidRequestError, NotFoundError, PermissionDeniedError
+from tinker_local.types import Frozen, InternalError, InvalidRequestError, NotFoundError, PermissionDeniedError
 
 router = APIRouter(tags=["progress"])
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MOST_METRICS = 64
 """Numbers in one call."""
@@ -31,6 +35,9 @@ LONGEST_METRIC = 128
 
 MOST_EPHEMERAL = 20
 """Ephemeral sampler versions that are listed of each run."""
+
+WATCH_SECONDS = 10.0
+"""Within which a folder of logs must answer."""
 
 STARTED = time.monotonic()
 
@@ -149,9 +156,18 @@ async def log_metrics(run_id: str, request: Request, backend: Backend) -> dict[s
 async def logs(request: Request, backend: Backend) -> dict[str, Any]:
     """The logs below `--watch-logs`, the newest first: those of the caller's runs, and to those who see all the others
     too."""
-    found = [] if backend.logs is None else await WATCHED.run(backend.logs.logs)
+    found = [] if backend.logs is None else await _watched(backend.logs.logs)
     shown = [each for log in found if (each := await _shown(request, backend, log)) is not None]
     return {"logs": shown, "watches": backend.logs is not None}
+
+
+async def _watched(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Read the folder, which may be of another machine that is gone."""
+    try:
+        async with asyncio.timeout(WATCH_SECONDS):
+            return await WATCHED.run(function, *args, **kwargs)
+    except TimeoutError:
+        raise InternalError(f"the folder of --watch-logs did not answer within {WATCH_SECONDS:g} seconds") from None
 
 
 async def _shown(request: Request, backend: ControlPlane, log: Log) -> dict[str, Any] | None:
@@ -175,10 +191,10 @@ async def log_curve(
 ) -> dict[str, Any]:
     """The metrics of a log after the first `after` bytes of `file`: ask again with `next` and the `file` of the answer.
     If that is another one than was asked for, these are the first metrics of a new file."""
-    log = None if backend.logs is None else await WATCHED.run(backend.logs.log, log_id)
+    log = None if backend.logs is None else await _watched(backend.logs.log, log_id)
     if backend.logs is None or log is None or await _shown(request, backend, log) is None:
         raise NotFoundError(f"log_id: there is no log {log_id!r}")
-    piece = await WATCHED.run(backend.logs.read, log_id, after, file)
+    piece = await _watched(backend.logs.read, log_id, after, file)
     if piece is None:
         raise NotFoundError(f"log_id: the log {log_id!r} is gone")
     return {"lines": piece.lines, "next": piece.next, "file": piece.file, "full": piece.full}

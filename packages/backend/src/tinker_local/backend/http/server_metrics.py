@@ -93,6 +93,27 @@ SERVER_METRICS = (
     ),
     ServerMetric(
         CounterMetricFamily,
+        "tinker_local_operation_stage_seconds",
+        "Time of these by stage: waiting, preparing, queued, prefill, decode, ...",
+        ("kind", "stage"),
+        lambda backend: backend.totals.in_stages,
+    ),
+    ServerMetric(
+        HistogramMetricFamily,
+        "tinker_local_time_to_first_token_seconds",
+        "Time from the request of a sample to its first token, waiting and rendering included.",
+        ("model",),
+        lambda backend: {(model.names[0],): model.counts.first_token_seconds for model in backend.models.distinct()},
+    ),
+    ServerMetric(
+        HistogramMetricFamily,
+        "tinker_local_time_per_output_token_seconds",
+        "Mean time of a token after the first one, of the sequence of a sample that took longest.",
+        ("model",),
+        lambda backend: {(model.names[0],): model.counts.token_seconds for model in backend.models.distinct()},
+    ),
+    ServerMetric(
+        CounterMetricFamily,
         "tinker_local_owner_operations",
         "Operations of an owner that have ended.",
         ("owner", "kind"),

@@ -3,7 +3,9 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
+from tinker_local.backend.scheduling.operation_totals import TOKEN_BOUNDS, Histogram
 from tinker_local.types.errors import Category
 
 
@@ -16,7 +18,8 @@ class Counts:
     `ephemeral_bytes`: of the ephemeral sampler versions that are kept; `versions_dropped`: of them, because of a
     session's limit. `in_flight_published`: versions that the sampler went on to; `in_flight_tokens`: of in-flight
     clients; `tokens_on_older_keys`: of these, drawn on keys of an earlier version. `submits_refused`: training requests
-    refused because the queue was full. `failures`: failed operations by category.
+    refused because the queue was full. `failures`: failed operations by category. `first_token_seconds`: of samples,
+    from the request to the first token; `token_seconds`: for each token after it, of the slowest sequence.
     """
 
     samples: int = 0
@@ -31,6 +34,8 @@ class Counts:
     optimizer_steps: int = 0
     submits_refused: int = 0
     failures: Counter[Category] = field(default_factory=Counter)
+    first_token_seconds: Histogram = field(default_factory=Histogram)
+    token_seconds: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))
 
 
 @dataclass(frozen=True, slots=True)

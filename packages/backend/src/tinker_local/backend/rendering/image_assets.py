@@ -131,8 +131,12 @@ class ImageAssets:
         if scheme in ("http", "https"):
             return await self._fetched(location, field, end)
         if scheme in ("", "file"):
-            # The folder may be of another machine that is gone: the threads that all share must not wait for it.
-            return await IMAGE_FOLDER.run(self._read, location, field)
+            try:
+                async with asyncio.timeout(end - time.monotonic()):
+                    # The folder may be of another machine that is gone: threads that all share must not wait for it.
+                    return await IMAGE_FOLDER.run(self._read, location, field)
+            except TimeoutError:
+                raise self._too_slow(field, location) from None
         raise InvalidRequestError(f"{field}: the scheme {scheme!r} is not one of http, https, file")
 
     # Files ----------------------------------------------------------------------------------------------------------

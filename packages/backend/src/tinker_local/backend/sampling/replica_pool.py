@@ -10,7 +10,7 @@ import numpy.typing as npt
 from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.sampling.prefix_routes import Prefix, PrefixRoutes, prefixes
-from tinker_local.backend.sampling.sampler import Sampler, SampleWork
+from tinker_local.backend.sampling.sampler import Sampler, SampleWork, with_times
 from tinker_local.backend.training.module_outputs import ModuleOutputs
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.types import SampleOutput
@@ -109,7 +109,7 @@ class ReplicaPool:
         self._handed[chosen] += 1
         self.sequences[chosen] += work.num_samples
         try:
-            return await self.replicas[chosen].sample(work)
+            return with_times(await self.replicas[chosen].sample(work), replica=chosen)
         finally:
             self.sequences[chosen] -= work.num_samples
 

@@ -1,8 +1,9 @@
 """The `Sampler` protocol: one base model and immutable versions of adapters on it."""
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -144,6 +145,70 @@ class SampleWork:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class EngineTimes:
+    """Where the time of sequences that one call of `Sampler.sample` ran together went, in seconds of the clock of the
+    engine's process. The parts come one after the other.
+
+    Attributes
+    ----------
+    waking: until the sampler was awake.
+    loading: reading the adapter, checking it and giving it a place in the engine.
+    queued: in the engine, until the first sequence ran.
+    prefill: from then to the first token.
+    decode: from the first token to the last one of the last sequence.
+    longest: tokens of the longest sequence.
+    preemptions: how often the engine took a sequence's place away and computed it again later.
+    replica: which of several.
+    """
+
+    waking: float = 0.0
+    loading: float = 0.0
+    queued: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+    longest: int = 0
+    preemptions: int = 0
+    replica: int = 0
+
+    @property
+    def per_token(self) -> float | None:
+        """Seconds for each token after the first; None if there is none."""
+        return self.decode / (self.longest - 1) if self.longest > 1 else None
+
+
+@dataclass(slots=True, eq=False)
+class EngineClock:
+    """Follows one call through an engine. Times are of `time.monotonic`; 0: not yet."""
+
+    submitted: float = field(default_factory=time.monotonic)
+    loading: float = 0.0
+    begun: float = 0.0
+    ended: float = 0.0
+    preemptions: int = 0
+
+    def load_since(self, started: float) -> None:
+        """Count the time since `started` as `EngineTimes.loading`."""
+        self.loading += time.monotonic() - started
+
+    def begin(self) -> None:
+        """The first sequence runs, if none has."""
+        self.begun = self.begun or time.monotonic()
+
+    def times(self, first_token: float, longest: int) -> EngineTimes:
+        """Of a call that has ended. `first_token`: when it was drawn, 0 if there is none."""
+        begun = self.begun or self.ended
+        first_token = min(max(first_token or self.ended, begun), self.ended)
+        return EngineTimes(
+            loading=self.loading,
+            queued=max(0.0, begun - self.submitted - self.loading),
+            prefill=first_token - begun,
+            decode=self.ended - first_token,
+            longest=longest,
+            preemptions=self.preemptions,
+        )
+
+
 class Sampler(Protocol):
     """Samples from one base model. Called on the event loop, and never blocks it.
 
@@ -210,8 +275,9 @@ class Sampler(Protocol):
         """Forget `target`, of which no sample runs."""
 
     async def sample(self, work: SampleWork) -> SampleOutput:
-        """Sample `num_samples` sequences; loads the version first if necessary. A streamed one that cannot go on after
-        its first tokens fails: it never begins again. InvalidRequestError for a grammar that cannot be followed."""
+        """Sample `num_samples` sequences, and say where the time went (`EngineTimes`); loads the version first if
+        necessary. A streamed one that cannot go on after its first tokens fails: it never begins again.
+        InvalidRequestError for a grammar that cannot be followed."""
 
     async def sleep(self) -> None:
         """Release the device's memory until `wake`. Keeps the versions and drops the prefix cache. Call it only while
@@ -293,3 +359,25 @@ def without_tokens(output: SampleOutput) -> SampleOutput:
             none["topk_logprobs"] = TopkLogprobs(token_ids=topk.token_ids[:0], logprobs=topk.logprobs[:0])
         sequences.append(sequence.model_copy(update=none))
     return output.model_copy(update={"sequences": tuple(sequences)})
+
+
+def with_times(output: SampleOutput, **changes: float) -> SampleOutput:
+    """`output` with other values of its times, if it has any."""
+    if output.times is None:
+        return output
+    return output.model_copy(update={"times": replace(output.times, **changes)})
+
+
+def of_all(outputs: Sequence[SampleOutput]) -> EngineTimes | None:
+    """The times of a request that ran in several calls. What comes before the first token is that of the first call,
+    and what comes after it that of the call that took longest for it. None if one of them has none."""
+    times = [output.times for output in outputs if isinstance(output.times, EngineTimes)]
+    if len(times) < len(outputs):
+        return None
+    longest = max(times, key=lambda each: each.decode)
+    return replace(
+        times[0],
+        decode=longest.decode,
+        longest=longest.longest,
+        preemptions=sum(each.preemptions for each in times),
+    )

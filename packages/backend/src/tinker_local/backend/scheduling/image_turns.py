@@ -1,13 +1,12 @@
 """Whose images are rendered next. Owners share the threads for it, and the memory of what was rendered; sessions share
 those of their owner."""
 
-from collections import Counter
 from contextlib import AbstractAsyncContextManager
 
 from tinker_local.backend.heap import memory_of_machine
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.scheduling.shared_bytes import SharedBytes
-from tinker_local.backend.threads import Places, Who
+from tinker_local.backend.threads import Ledger, Places, Who
 
 MOST_RENDERED_BYTES = max(4 * 2**30, memory_of_machine() // 4)
 """Of the images of all prompts in flight, and as many of all gradients that are prepared. An owner may have as many as
@@ -28,7 +27,7 @@ class ImageTurns:
     def __init__(self, threads: int, most: int = MOST_RENDERED_BYTES) -> None:
         self.memory = SharedBytes(most)
         self._places = Places(threads, threads - 1, max(1, threads - 2), lambda owner: not self.memory.over(owner))
-        self._uses: Counter[tuple[str, int]] = Counter()  # of images, by owner and identity
+        self._uses: Ledger[tuple[str, int]] = Ledger()  # of images, by owner and identity
 
     def turn(self, owner: str, session_id: str) -> AbstractAsyncContextManager[None]:
         """A thread for one prompt, or for a slice of a gradient."""
@@ -48,7 +47,6 @@ class ImageTurns:
             before = self._uses[owner, key]
             self._uses[owner, key] = after = before + more
             if not after:
-                del self._uses[owner, key]
                 self.memory.give(owner, image.num_bytes)
             elif not before:
                 self.memory.take(owner, image.num_bytes)

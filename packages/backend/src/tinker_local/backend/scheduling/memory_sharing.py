@@ -9,6 +9,7 @@ released its unused memory. When the server stops, a sampler that hangs is given
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -21,7 +22,7 @@ import numpy.typing as npt
 from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.process.process_group import ProcessEndedError
-from tinker_local.backend.sampling.sampler import DrawnTokens, Sampler, SampleWork
+from tinker_local.backend.sampling.sampler import DrawnTokens, Sampler, SampleWork, with_times
 from tinker_local.backend.scheduling.operations import as_api_error
 from tinker_local.backend.threads import without_pool
 from tinker_local.backend.training.module_outputs import ModuleOutputs
@@ -448,8 +449,15 @@ class WakingSampler:
         await self._sampler.end_target(target)
 
     async def sample(self, work: SampleWork) -> SampleOutput:
-        told = _Told(work)
-        return await self._use(lambda: self._sampler.sample(told.again()), told)
+        told, called, waking = _Told(work), time.monotonic(), 0.0
+
+        def call() -> Awaitable[SampleOutput]:
+            nonlocal waking
+            waking = time.monotonic() - called
+            return self._sampler.sample(told.again())
+
+        output = await self._use(call, told)
+        return with_times(output, waking=waking)
 
     async def _use(self, call: Callable[[], Awaitable[T]], told: "_Told | None" = None) -> T:
         why = ""

@@ -1,48 +1,55 @@
 """Totals of the operations that have ended: how long they took and waited, by kind, and what each owner asked for."""
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinker_local.backend.scheduling.operations import Operation, Timeline
+from tinker_local.backend.scheduling.operations import NANO, WAITING, Operation, stages
 
 BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-"""Seconds."""
+"""Seconds of an operation."""
+
+TOKEN_BOUNDS = (0.003, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Seconds of a token."""
 
 TOKENS = {"tokens": "trained", "prompt_tokens": "prompt", "sampled_tokens": "sampled"}
 """What an owner's tokens are called, by the facts of a timeline."""
 
-NANO = 1e-9
-
 
 @dataclass(slots=True, eq=False)
 class Histogram:
-    """`counts`: how many values are at most each of `BOUNDS`, not counted before, and how many are larger than all."""
+    """`counts`: how many values are at most each of `bounds`, not counted before, and how many are larger than all."""
 
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
+    bounds: tuple[float, ...] = BOUNDS
+    counts: list[int] = field(init=False)
     total: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
     def add(self, value: float) -> None:
-        self.counts[bisect_left(BOUNDS, value)] += 1
+        self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def cumulated(self) -> list[tuple[str, int]]:
         """As Prometheus has them: each bound, and how many values are not above it."""
         found, below = [], 0
-        for bound, count in zip([*map(str, BOUNDS), "+Inf"], self.counts, strict=True):
+        for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
             below += count
             found.append((bound, below))
         return found
 
 
 class OperationTotals:
-    """Counts each operation that `add` gets. `seconds`, `waited`: by kind, of those that succeeded. `ended`: by owner
-    and kind. `tokens`: of those that succeeded, by owner and one of the values of `TOKENS`. Used on the event loop."""
+    """Counts each operation that `add` gets. `seconds`, `waited`: by kind, of those that succeeded. `in_stages`: their
+    seconds, by kind and stage. `ended`: by owner and kind. `tokens`: of those that succeeded, by owner and one of the
+    values of `TOKENS`. Used on the event loop."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, Histogram] = {}
         self.waited: dict[str, Histogram] = {}
+        self.in_stages: defaultdict[tuple[str, ...], float] = defaultdict(float)
         self.ended: Counter[tuple[str, ...]] = Counter()
         self.tokens: Counter[tuple[str, ...]] = Counter()
 
@@ -53,17 +60,14 @@ class OperationTotals:
             self.ended[operation.owner, kind] += 1
         if operation.failed:
             return
-        self.seconds.setdefault(kind, Histogram()).add((timeline.ended - timeline.stages[0][1]) * NANO)
-        self.waited.setdefault(kind, Histogram()).add(_waited(timeline))
+        self.seconds.setdefault(kind, Histogram()).add((timeline.ended - timeline.stages[0][1]) / NANO)
+        waited = 0.0
+        for stage, began, ended in stages(timeline, timeline.ended):
+            seconds = (ended - began) / NANO
+            self.in_stages[kind, stage] += seconds
+            waited += seconds if stage in WAITING else 0.0
+        self.waited.setdefault(kind, Histogram()).add(waited)
         if operation.owner:
             for name, number in (timeline.facts or {}).items():
                 if name in TOKENS and kind != "forward":
                     self.tokens[operation.owner, TOKENS[name]] += number
-
-
-def _waited(timeline: Timeline) -> float:
-    """Seconds in the stage `waiting`."""
-    ends = [*(began for _, began in timeline.stages[1:]), timeline.ended]
-    return NANO * sum(
-        max(0, end - began) for (stage, began), end in zip(timeline.stages, ends, strict=True) if stage == "waiting"
-    )

@@ -4,13 +4,15 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast
 
+from tinker_local.backend.sampling.sampler import EngineTimes
 from tinker_local.backend.scheduling.result_memory import HeldResult, KeptResults, ResultMemory
 from tinker_local.backend.threads import DISK, ENCODING
 from tinker_local.types import ApiError, GoneError, InternalError, InvalidRequestError
@@ -66,11 +68,29 @@ OperationKind = Literal[
 ]
 
 
-Stage = Literal["waiting", "fetching", "preparing", "running", "finishing", "reading", "writing", "loading"]
-"""`waiting`: for others, for a thread, or for a place on the device. `fetching`: images that a prompt names.
-`preparing`: decoding, rendering and checking. `running`: in the trainer, or in the sampler from when a first sequence
-has its place there. `finishing`: results become public types. `reading`, `writing`: a checkpoint. `loading`: a version
-into the sampler, and seeing that it is right."""
+Stage = Literal[
+    "waiting",
+    "fetching",
+    "preparing",
+    "waking",
+    "queued",
+    "running",
+    "prefill",
+    "decode",
+    "finishing",
+    "reading",
+    "writing",
+    "loading",
+]
+"""`waiting`: for others, for a thread, or for a place in the sampler. `fetching`: images that a prompt names.
+`preparing`: decoding, rendering and checking. `waking`: until the sampler has its memory back. `queued`: in the
+sampler, until the first sequence has its place on the device. `running`: in the trainer, or in the sampler from then
+on; when a sample has ended, `prefill` and `decode` instead, before and after the first token. `finishing`: results
+become public types. `reading`, `writing`: a checkpoint. `loading`: a version into the sampler, and seeing that it is
+right."""
+
+WAITING: frozenset[Stage] = frozenset({"waiting", "waking", "queued"})
+RUNNING: frozenset[Stage] = frozenset({"running", "prefill", "decode"})
 
 
 LONGEST_ERROR = 500
@@ -78,6 +98,12 @@ LONGEST_ERROR = 500
 
 
 clock = time.monotonic_ns
+
+NANO = 10**9
+"""Nanoseconds of a second."""
+
+LEAST = 0.001
+"""Seconds. A part of the time within the sampler that takes less does not become a stage."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +142,28 @@ class Timeline:
 
         return called
 
+    def sampled(self, times: EngineTimes) -> None:
+        """Tell apart what was within the sampler, from when the sample was `queued` there."""
+        names = [stage for stage, _ in self.stages]
+        if "queued" not in names or "running" not in names[names.index("queued") :]:
+            return
+        handed = names.index("queued")
+        begun = names.index("running", handed)
+        (_, at), (_, runs) = self.stages[handed], self.stages[begun]
+        found: list[tuple[Stage, int]] = []
+        parts: tuple[tuple[Stage, float], ...] = (("waking", times.waking), ("loading", times.loading))
+        for stage, seconds in parts:
+            if seconds >= LEAST:
+                found.append((stage, at))
+                at = min(at + round(seconds * NANO), runs)
+        found += [("queued", at), ("prefill", runs), ("decode", min(runs + round(times.prefill * NANO), clock()))]
+        self.stages = [*self.stages[:handed], *found, *self.stages[begun + 1 :]]
+        self.note(preemptions=times.preemptions, replica=times.replica)
+
+    def seconds_to(self, stage: Stage) -> float | None:
+        """From the begin to that of `stage`; None if it was not entered."""
+        return next(((at - self.stages[0][1]) / NANO for name, at in self.stages if name == stage), None)
+
     def note(self, **facts: int) -> None:
         """Add to `facts`."""
         self.facts = facts if self.facts is None else {**self.facts, **facts}
@@ -126,6 +174,19 @@ class Timeline:
         if error is not None:
             self.error = str(error)[:LONGEST_ERROR].encode("utf-8", "replace").decode("utf-8")
         self.ended = clock()  # last, as a trace may be written meanwhile
+
+
+def stages(timeline: Timeline, ended: int) -> Iterator[tuple[Stage, int, int]]:
+    """Each stage that took time, with its begin and end; the end is 0 if it has not ended."""
+    begun = list(timeline.stages)
+    if ended:  # a thread may continue after a cancellation
+        begun = [(stage, min(at, ended)) for stage, at in begun]
+    for (stage, at), (_, until) in pairwise(begun):
+        if until > at:
+            yield stage, at, until
+    stage, at = begun[-1]
+    if not ended or ended > at:
+        yield stage, at, ended
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,13 @@ ephemeral sampler versions, the least recently used are dropped.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from tinker_local.backend.options import BackendOptions, OwnerQuota
 from tinker_local.backend.sampling.prompt_scores import MAX_CELLS
 from tinker_local.backend.storage.records import ADMIN
-from tinker_local.backend.threads import count_out
+from tinker_local.backend.threads import Ledger
 from tinker_local.types import EncodedTextChunk, ImageChunk, SampleRequest, TooManyRequestsError
 
 
@@ -91,6 +90,10 @@ class Quotas:
                 most = replace(most, **dict(given.most))
         return most
 
+    def levels(self, owner: str) -> tuple[tuple[str, Amounts], ...]:
+        """The most that a session of `owner` may have, all of them, and all owners together; each with its name."""
+        return ("this session", self.session), (f"the owner {owner!r}", self.of(owner)), ("all sessions", self.all)
+
 
 def _half(amounts: Amounts) -> Amounts:
     return Amounts(*(_half_of(getattr(amounts, field.name)) for field in fields(amounts)))
@@ -110,18 +113,19 @@ class InFlight:
 
     def __init__(self, quotas: Quotas) -> None:
         self._quotas = quotas
-        self._by_session: Counter[str] = Counter()
-        self._by_owner: Counter[str] = Counter()
-        self._bytes_by_session: Counter[str] = Counter()
-        self._bytes_by_owner: Counter[str] = Counter()
+        self._by_session: Ledger[str] = Ledger()
+        self._by_owner: Ledger[str] = Ledger()
+        self._bytes_by_session: Ledger[str] = Ledger()
+        self._bytes_by_owner: Ledger[str] = Ledger()
 
     def check(self, session_id: str, owner: str, size: int) -> None:
         """TooManyRequestsError if one more, of `size` bytes, is too many. One that is alone is not, however large."""
-        for whose, most, samples, held in (
-            ("this session", self._quotas.session, self._by_session[session_id], self._bytes_by_session[session_id]),
-            (f"the owner {owner!r}", self._quotas.of(owner), self._by_owner[owner], self._bytes_by_owner[owner]),
-            ("all sessions", self._quotas.all, len(self), self._bytes_by_owner.total()),
-        ):
+        held_by = (
+            (self._by_session[session_id], self._bytes_by_session[session_id]),
+            (self._by_owner[owner], self._bytes_by_owner[owner]),
+            (len(self), self._bytes_by_owner.total()),
+        )
+        for (whose, most), (samples, held) in zip(self._quotas.levels(owner), held_by, strict=True):
             if samples >= most.samples:
                 raise TooManyRequestsError(
                     f"{samples} requests for samples of {whose} are in flight, the most is {most.samples}", SAMPLE_RETRY
@@ -135,25 +139,22 @@ class InFlight:
 
     def enter(self, session_id: str, owner: str, size: int) -> Callable[[], None]:
         """Count one more; what counts it out again, once however often it is called."""
-        self._by_session[session_id] += 1
-        self._by_owner[owner] += 1
-        self._bytes_by_session[session_id] += size
-        self._bytes_by_owner[owner] += size
+        self._count(session_id, owner, 1, size)
         counted = True
 
         def leave() -> None:
             nonlocal counted
-            if not counted:
-                return
-            counted = False
-            for counts, sizes, key in (
-                (self._by_session, self._bytes_by_session, session_id),
-                (self._by_owner, self._bytes_by_owner, owner),
-            ):
-                count_out(counts, key)
-                count_out(sizes, key, size)
+            if counted:
+                counted = False
+                self._count(session_id, owner, -1, -size)
 
         return leave
+
+    def _count(self, session_id: str, owner: str, requests: int, size: int) -> None:
+        self._by_session[session_id] += requests
+        self._by_owner[owner] += requests
+        self._bytes_by_session[session_id] += size
+        self._bytes_by_owner[owner] += size
 
     def of(self, owner: str) -> int:
         """Those of `owner`."""

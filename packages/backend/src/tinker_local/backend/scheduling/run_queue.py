@@ -577,15 +577,12 @@ class Bounds:
 
     def _exceeded(self, queue: Queued, queues: Sequence[Queued], size: int) -> str | None:
         """The bound that a command of `size` bytes would exceed, in words; None if none."""
-        for whose, most, those in (
-            ("this session", self.quotas.session, [other for other in queues if other.session_id == queue.session_id]),
-            (
-                f"the owner {queue.owner!r}",
-                self.quotas.of(queue.owner),
-                [other for other in queues if other.owner == queue.owner],
-            ),
-            ("all sessions", self.quotas.all, queues),
-        ):
+        of_levels = (
+            [other for other in queues if other.session_id == queue.session_id],
+            [other for other in queues if other.owner == queue.owner],
+            queues,
+        )
+        for (whose, most), those in zip(self.quotas.levels(queue.owner), of_levels, strict=True):
             load = total(other.load for other in those)
             if load.commands + 1 > most.queued_requests:
                 return f"{load.commands} training requests of {whose} are queued, the most is {most.queued_requests}"

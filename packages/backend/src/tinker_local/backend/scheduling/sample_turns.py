@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
-from tinker_local.backend.sampling.sampler import RESERVED, SampleWork, do_nothing
+from tinker_local.backend.sampling.sampler import RESERVED, SampleWork, do_nothing, of_all
 from tinker_local.backend.scheduling.operations import ACTIVE, QueueState, paused
 from tinker_local.types import SampleOutput
 
@@ -191,7 +191,7 @@ class SampleTurns:
                 self.requests -= bool(request.handed)
                 self._forget(session)
         sequences = tuple(sequence for output in outputs for sequence in output.sequences)
-        return outputs[0].model_copy(update={"sequences": sequences})
+        return outputs[0].model_copy(update={"sequences": sequences, "times": of_all(outputs)})
 
     def _forget(self, session: _Session) -> None:
         """Forget a session if it has nothing, and its owner if it has no other."""

@@ -1,7 +1,8 @@
 """Memory that owners share fairly, whatever each of them sends."""
 
-from collections import Counter
 from collections.abc import Collection
+
+from tinker_local.backend.threads import Ledger
 
 
 class SharedBytes:
@@ -15,14 +16,12 @@ class SharedBytes:
     def __init__(self, most: int) -> None:
         self.most = most
         self.total = 0
-        self._held: Counter[str] = Counter()
+        self._held: Ledger[str] = Ledger()
 
     def take(self, owner: str, size: int) -> None:
         """Count `size` bytes more, or with a negative number less."""
         self._held[owner] += size
         self.total += size
-        if not self._held[owner]:
-            del self._held[owner]
 
     def give(self, owner: str, size: int) -> None:
         """Count `size` bytes less."""

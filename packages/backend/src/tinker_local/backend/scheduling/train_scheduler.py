@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -32,7 +32,7 @@ from tinker_local.backend.scheduling.run_queue import (
 )
 from tinker_local.backend.scheduling.shared_bytes import SharedBytes
 from tinker_local.backend.storage.records import LOCAL_OWNER
-from tinker_local.backend.threads import ENCODING, acting_for, count_out
+from tinker_local.backend.threads import ENCODING, Ledger, acting_for
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
 from tinker_local.types import ApiError, ForwardBackwardOutput, TensorData
 from tinker_local.types.codec import decode_forward_backward_output, encode_forward_backward_output
@@ -327,8 +327,8 @@ class Preparations:
     def __init__(self, ahead: int, most: int = MOST_RENDERED_BYTES) -> None:
         self._ahead = ahead
         self._most = most
-        self._under_way: Counter[str] = Counter()
-        self._of_owner: Counter[str] = Counter()
+        self._under_way: Ledger[str] = Ledger()
+        self._of_owner: Ledger[str] = Ledger()
         self._sessions: OrderedDict[str, OrderedDict[int, RunQueue]] = OrderedDict()
 
     def add(self, queue: RunQueue) -> None:
@@ -351,8 +351,8 @@ class Preparations:
         return started
 
     def _done(self, queue: RunQueue, task: asyncio.Task[TrainWork]) -> None:
-        count_out(self._under_way, queue.session_id)
-        count_out(self._of_owner, queue.owner)
+        self._under_way[queue.session_id] -= 1
+        self._of_owner[queue.owner] -= 1
 
     def _next(self) -> RunQueue | None:
         over, found = self._over(), None

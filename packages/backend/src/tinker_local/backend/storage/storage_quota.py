@@ -14,6 +14,7 @@ from tinker_local.backend.storage import tables
 from tinker_local.backend.storage.metadata import Owned
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.storage.steady_clock import SteadyClock
+from tinker_local.backend.threads import Ledger
 from tinker_local.types import InvalidRequestError
 
 RECORD_BYTES = 512
@@ -42,7 +43,7 @@ class StorageQuota:
         self._engine = engine
         self._clock = clock
         self._most_bytes = most_bytes
-        self._writing: Counter[str] = Counter()  # bytes that `room` has granted and that are not recorded yet
+        self._writing: Ledger[str] = Ledger()  # bytes that `room` has granted and that are not recorded yet
         self._deleted: dict[tuple[str, datetime], tuple[str, int]] = {}  # path and time: owner and bytes
         self._granting = threading.Lock()
         self.curve_sizes: Callable[[], Mapping[str, int]] = dict
@@ -135,8 +136,15 @@ class StorageQuota:
                 .join(tables.training_runs, runs.session_id == sessions.session_id)
                 .group_by(sessions.owner)
             )
+            samplers = tables.sampling_sessions.c
+            of_samplers = (
+                sa.select(sessions.owner, count, sa.literal(0))
+                .join(tables.sampling_sessions, samplers.session_id == sessions.session_id)
+                .where(~samplers.nameless)
+                .group_by(sessions.owner)
+            )
             with self._engine.connect() as connection:
-                for query in (of_sessions, of_runs):
+                for query in (of_sessions, of_runs, of_samplers):
                     for owner, records, size in connection.execute(query):
                         self._kept[owner] += RECORD_BYTES * records + int(size or 0)
             for run_id, size in self.curve_sizes().items():

@@ -11,8 +11,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,6 +44,7 @@ from tinker_local.backend.storage.records import (
     CheckpointKind,
     CheckpointRecord,
     CopyRecord,
+    SamplingSessionRecord,
     SessionRecord,
     TrainingRunRecord,
 )
@@ -126,17 +127,20 @@ class Store(Metadata):
     def add_session(self, record: SessionRecord) -> None:
         """See `Metadata`; InvalidRequestError if its owner has as many records as it may."""
         size = RECORD_BYTES + _written(record.user_metadata) + _written(record.tags)
-        self.quota.take(record.owner, size, "create_session")
-        try:
+        with self._counted(record.owner, size, "create_session"):
             super().add_session(record)
-        except BaseException:
-            self.quota.take(record.owner, -size, "create_session")
-            raise
 
     def add_training_run(self, record: TrainingRunRecord) -> None:
-        """See `Metadata`."""
-        super().add_training_run(record)
-        self._count_record(record.session_id, RECORD_BYTES + _written(record.user_metadata))
+        """See `Metadata`; InvalidRequestError as for a session."""
+        size = RECORD_BYTES + _written(record.user_metadata)
+        with self._counted(self.quota.owner_of(record.session_id), size, "create_model"):
+            super().add_training_run(record)
+
+    def add_named_sampling_session(self, record: SamplingSessionRecord) -> None:
+        """See `add_sampling_session`; InvalidRequestError as for a session. Those of ephemeral saves do not count: each
+        takes a training command, and a loop that makes them goes on when its owner has no storage left."""
+        with self._counted(self.quota.owner_of(record.session_id), RECORD_BYTES, "sampling_session_seq_id"):
+            self.add_sampling_session(record)
 
     def take_curve(self, run_id: str, size: int) -> bool:
         """Count bytes of the curve of a run; false if its owner may have no more."""
@@ -147,9 +151,18 @@ class Store(Metadata):
             return False
         return True
 
-    def _count_record(self, session_id: str, size: int) -> None:
-        if (owner := self.quota.owner_of(session_id)) is not None:
-            self.quota.take(owner, size, "session_id")
+    @contextmanager
+    def _counted(self, owner: str | None, size: int, what: str) -> Iterator[None]:
+        """Record `size` bytes of `owner`, if that is known, inside."""
+        if owner is None:
+            yield
+            return
+        self.quota.take(owner, size, what)
+        try:
+            yield
+        except BaseException:
+            self.quota.take(owner, -size, what)
+            raise
 
     def _recover(self, root: Path) -> None:
         """Make records and folders agree after a kill, or after one of them was lost or put back."""

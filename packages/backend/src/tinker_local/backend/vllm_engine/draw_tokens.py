@@ -10,6 +10,7 @@ Both model runners of vLLM draw with it: `runner_v1.py` and `runner_v2.py` say w
 Shape suffixes: b requests of a step, a those of them that ask for the likeliest, k how many, v vocabulary.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -125,12 +126,18 @@ class StepLogprobs:
         return self.values[index] if count else None
 
 
+class TimedLogprobs(list[StepLogprob]):
+    """Of the tokens of one sequence. `since`: of `time.monotonic`, when the first one came; 0: not yet."""
+
+    since = 0.0
+
+
 @dataclass(slots=True, eq=False)
 class RequestLogprobs:
     """In place of vLLM's `LogprobsProcessor`; a request's final output has `logprobs` of its sampled tokens, and the
     answers about its prompt in `prompt_logprobs`."""
 
-    logprobs: list[StepLogprob] = field(default_factory=list)
+    logprobs: TimedLogprobs = field(default_factory=TimedLogprobs)
     prompt_logprobs: PromptScores | None = None
     prompt_token_id_logprobs: None = None
     cumulative_logprob: None = None
@@ -139,6 +146,7 @@ class RequestLogprobs:
         """Add what one step gave (`EngineCoreOutput`)."""
         if output.new_logprobs is not None:
             self.logprobs.append(output.new_logprobs)
+            self.logprobs.since = self.logprobs.since or time.monotonic()
         if output.new_prompt_logprobs_tensors is not None:
             self.prompt_logprobs = output.new_prompt_logprobs_tensors
 

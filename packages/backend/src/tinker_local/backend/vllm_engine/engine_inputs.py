@@ -9,7 +9,7 @@ import numpy as np
 from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.rendered_input import RenderedImage, RenderedInput
 from tinker_local.backend.sampling.prompt_scores import PromptQuestions, check_sample_topk
-from tinker_local.backend.sampling.sampler import DrawnTokens, Penalties, SampleWork, token_budget
+from tinker_local.backend.sampling.sampler import DrawnTokens, EngineClock, Penalties, SampleWork, token_budget
 from tinker_local.backend.training.routes import with_common
 from tinker_local.backend.vllm_engine.compat_vllm import SAMPLED_TEMPERATURE_MIN
 from tinker_local.backend.vllm_engine.grammar_masks import SEAT, Seat
@@ -152,8 +152,11 @@ def _stops(stop: str | tuple[str, ...] | tuple[int, ...] | None, vocab_size: int
     return [item for item in stops if isinstance(item, str)], [item for item in stops if isinstance(item, int)]
 
 
-def sample_output(outputs: Sequence[Any], work: SampleWork, questions: PromptQuestions | None) -> SampleOutput:
-    """The result of vLLM's final outputs, one per sample; the first has the answers to `questions`."""
+def sample_output(
+    outputs: Sequence[Any], work: SampleWork, questions: PromptQuestions | None, clock: EngineClock
+) -> SampleOutput:
+    """The result of vLLM's final outputs, one per sample, which `clock` has followed. The first one has the answers to
+    `questions`."""
     asked = {} if questions is None else outputs[0].prompt_logprobs.fields(questions)
     sequences = tuple(_sequence(output.outputs[0], work.topk_sample_logprobs) for output in outputs)
     if work.routes:
@@ -161,6 +164,10 @@ def sample_output(outputs: Sequence[Any], work: SampleWork, questions: PromptQue
     return SampleOutput(
         sequences=sequences,
         prompt_cache_hit_tokens=outputs[0].num_cached_tokens or 0,
+        times=clock.times(
+            min(output.outputs[0].logprobs.since for output in outputs),
+            max(sequence.tokens.size for sequence in sequences),
+        ),
         **asked,
     )
 

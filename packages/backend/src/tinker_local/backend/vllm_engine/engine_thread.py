@@ -8,6 +8,7 @@ import itertools
 import logging
 import queue
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tinker_local.backend.heap import freeze_heap
-from tinker_local.backend.sampling.sampler import do_nothing
+from tinker_local.backend.sampling.sampler import EngineClock, do_nothing
 from tinker_local.backend.threads import leave_pool
 from tinker_local.backend.vllm_engine.moved_sequences import Move, TornSlotError
 from tinker_local.types import InternalError
@@ -55,12 +56,13 @@ OnOutput = Callable[[int, Any], None]
 class SequenceGroup:
     """The sequences of one request in an engine; `ids` are theirs, in order. `on_begin`, `on_end`: as
     `SampleWork.begun` and `SampleWork.ended`. `on_output`: of a request that is streamed; `streamed`: it was called, so
-    that the request may not start over."""
+    that the request may not start over. `clock` follows it."""
 
     make: MakeRequest
     future: Future[list[Any]]
     on_begin: Callable[[], None]
     on_end: Callable[[], None]
+    clock: EngineClock
     begun: bool = False
     lora_name: str | None = None
     ids: list[str] = field(default_factory=list)
@@ -72,6 +74,7 @@ class SequenceGroup:
 
     def begin(self) -> None:
         """One of the sequences runs."""
+        self.clock.begin()
         if not self.begun:
             self.begun = True
             self.on_begin()
@@ -249,6 +252,7 @@ class EngineThread:
         on_begin: Callable[[], None] = do_nothing,
         on_end: Callable[[], None] = do_nothing,
         on_output: OnOutput | None = None,
+        clock: EngineClock | None = None,
     ) -> Future[list[Any]]:
         """Run a request. The future gives vLLM's final `RequestOutput` of each sequence, in order.
 
@@ -256,7 +260,7 @@ class EngineThread:
         called on the thread when the first sequence runs, and `on_end` when one has ended before the last. With
         `on_output`, `make` must ask for cumulative outputs.
         """
-        group = SequenceGroup(make, Future(), on_begin, on_end, on_output=on_output)
+        group = SequenceGroup(make, Future(), on_begin, on_end, clock or EngineClock(), on_output=on_output)
         self._put(_Command(lambda: self._admit(engine, group), group.future))
         group.future.add_done_callback(lambda future: self._put_abort(engine, group) if future.cancelled() else None)
         return group.future
@@ -349,7 +353,9 @@ class EngineThread:
         if group.future.cancelled():
             return
         try:
+            started = time.monotonic()
             request = group.make(engine.live())
+            group.clock.load_since(started)
             group.lora_name = None if request.lora is None else request.lora.lora_name
             group.moves = request.moves
             number = next(self._ids)
@@ -393,7 +399,9 @@ class EngineThread:
             group.outputs[output.request_id] = output
             if len(group.outputs) < len(group.ids):
                 group.on_end()
-            elif group.future.set_running_or_notify_cancel():
+                continue
+            group.clock.ended = time.monotonic()
+            if group.future.set_running_or_notify_cancel():
                 group.future.set_result([group.outputs[request_id] for request_id in group.ids])
 
     def _restart(self, engine: Engine, error: Exception, guilty: Sequence[SequenceGroup] | None = None) -> None:
@@ -417,7 +425,7 @@ class EngineThread:
                 group.fail(failed)
             else:
                 group.survived_restart = True
-                group.ids, group.outputs = [], {}
+                group.ids, group.outputs, group.clock.begun = [], {}, 0.0
                 self._admit(engine, group)
 
     def _shut_down(self) -> None:

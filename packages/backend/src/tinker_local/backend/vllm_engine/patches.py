@@ -56,12 +56,14 @@ class EngineEvents:
     """Callbacks of an engine, called on the thread that steps it.
 
     `images_encoded` gets the number of images of each run of the vision tower. `sequence_begun` gets the request id of
-    a sequence in the step that first runs it, and possibly again after a preemption. `load_adapter` returns vLLM's
+    a sequence in the step that first runs it, and possibly again after a preemption; `sequence_preempted` gets it when
+    the sequence loses its place. `load_adapter` returns vLLM's
     `LoRAModel` of a `LoRARequest`; None lets vLLM read the request's folder.
     """
 
     images_encoded: Callable[[int], None] = _ignore
     sequence_begun: Callable[[str], None] = _ignore
+    sequence_preempted: Callable[[str], None] = _ignore
     load_adapter: Callable[[Any], Any] | None = None
 
 
@@ -384,6 +386,8 @@ def _report_begun(engine: Any, events: EngineEvents) -> None:
         output = schedule(*args, **kwargs)
         for new in output.scheduled_new_reqs:
             events.sequence_begun(record_routes.external(new.req_id))
+        for request_id in output.preempted_req_ids or ():
+            events.sequence_preempted(record_routes.external(request_id))
         return output
 
     of_engine.schedule = reporting
@@ -943,11 +947,12 @@ PATCHES = (
         on_v2="the same: get_model and supports_mm_inputs of gpu/model_runner.py",
     ),
     Patch(
-        "the first step of each sequence is reported",
+        "the first step of each sequence is reported, and when it loses its place",
         "vLLM's statistics count sequences without naming them",
         "0.26 to 0.32",
-        ("schedule",),
+        ("schedule", "preempted_req_ids"),
         (
+            "sampling/test_limits.py::test_requests_that_do_not_fit_the_kv_cache_together_give_what_they_give_alone",
             "sampling/test_sequences_waiting.py::test_a_request_begins_when_its_first_sequence_has_a_place_and_is_told_once",
         ),
         hook="scheduler_cls takes a class, but vLLM says that its interface is not public",

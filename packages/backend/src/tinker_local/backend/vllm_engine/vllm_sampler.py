@@ -14,6 +14,7 @@ from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.sampling.process_sampler import SamplerSeat
 from tinker_local.backend.sampling.prompt_scores import prompt_questions
 from tinker_local.backend.sampling.sampler import (
+    EngineClock,
     MovingWeights,
     SampleWork,
     scores_alone,
@@ -99,7 +100,8 @@ class VLLMSampler:
         """Called again after a failure of the engine. RuntimeError if building changed what a trainer has lent."""
         if self._leader is not None:
             self._leader.join()
-        engine = build_engine(options, EngineEvents(self._note_encoded, self._note_begun, self._adapters.load))
+        events = EngineEvents(self._note_encoded, self._note_begun, self._note_preempted, self._adapters.load)
+        engine = build_engine(options, events)
         if options.shared_weights is not None:
             try:
                 engine.lent.matrices.verify()
@@ -132,6 +134,11 @@ class VLLMSampler:
         group = self._engine.in_flight.get(request_id)
         if group is not None:
             group.begin()
+
+    def _note_preempted(self, request_id: str) -> None:
+        group = self._engine.in_flight.get(request_id)
+        if group is not None:
+            group.clock.preemptions += 1
 
     @property
     def images_encoded(self) -> int:
@@ -209,9 +216,10 @@ class VLLMSampler:
         full = self._fills_context(whole)
         work = without_last(whole) if full else whole
         params = engine_params(work, self.max_context_length, self._vocab_size, questions, matcher)
-        prompt = engine_prompt(work.prompt)
+        prompt, clock = engine_prompt(work.prompt), EngineClock()
         with _as_api_errors("" if work.grammar is None else f"{work.grammar.field}: "):
             prepared = await self._prepared(work)
+            clock.load_since(clock.submitted)
             moved: Sequence[list[Move]] = [[] for _ in params]
 
             def make(engine: Any) -> EngineRequest:
@@ -225,9 +233,9 @@ class VLLMSampler:
                 return EngineRequest(with_own_features(prompt, work.version.name) if own else prompt, params, lora)
 
             on_output = None if work.drawn is None else TokenStream(work).output
-            submitted = self._thread.submit(self._engine, make, work.begun, work.ended, on_output)
+            submitted = self._thread.submit(self._engine, make, work.begun, work.ended, on_output, clock)
             outputs = await asyncio.wrap_future(submitted)
-        output = sample_output(outputs, work, questions)
+        output = sample_output(outputs, work, questions, clock)
         if work.moving is not None:
             cached = [0 if self._moves_keys else each.num_cached_tokens or 0 for each in outputs]
             output = with_moves(output, work.moving, moved, cached)
