@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -142,18 +142,36 @@ async def test_a_save_ends_before_the_sampler_has_its_weights_and_a_sample_of_it
     assert api.backend.metrics()["fake/bigram"].in_flight_published == 3
 
 
-async def test_many_saves_keep_one_version_in_memory_and_on_disk_on_fakes(api: Api) -> None:
-    model = await api.model()
-    for number in range(40):
-        sampler = await api.nameless(model, number + 1, number, "inflight")
-    await api.result(await api.sample(sampler, 0, **MANY))
-    await api.until(lambda: len(api.backend.folders._versions) == 1)
-    kept = api.backend.sampling.ephemeral.of_runs()[model]
-    assert [each.pinned for each in kept] == [True]
-    assert api.sampler.versions == set()
-    assert set(api.sampler._targets) == {TARGET.format(model=model)}
-    (size,) = (each.size for each in kept)
-    assert api.backend.metrics()["fake/bigram"].ephemeral_bytes == size
+async def test_a_thousand_saves_of_each_kind_keep_one_in_flight_version_and_the_snapshots_of_the_limit_on_fakes(
+    api: Api,
+) -> None:
+    """In memory and on disk, in a loop of which every tenth client samples."""
+    model, beside = await api.model(), await api.model()
+    found: list[tuple[Any, ...]] = []
+    for number in range(1000):
+        moving = await api.nameless(model, number + 1, number, "inflight")
+        snapshot = await api.nameless(beside, number + 1, number)
+        for sampler in (moving, snapshot) if number % 10 == 9 else ():
+            await api.result(await api.sample(sampler, 0))
+        if number == 0:
+            ((first,), (other,)) = api.backend.sampling.ephemeral.of_runs().values()
+            assert first.size == other.size
+            api.backend.quotas.session = replace(api.backend.quotas.session, ephemeral_bytes=4 * first.size)
+        if number in (99, 999):
+            await current(api, model, number + 1)
+            await api.until(lambda: len(api.backend.folders._versions) <= 5)
+            kept = api.backend.sampling.ephemeral.of_runs()
+            assert [each.pinned for each in kept[model]] == [True]
+            assert set(api.sampler._targets) == {TARGET.format(model=model)}
+            found.append(
+                (
+                    len(kept[beside]),
+                    len(api.backend.folders._versions),
+                    len(api.sampler.versions),
+                    api.backend.metrics()["fake/bigram"].ephemeral_bytes // first.size,
+                )
+            )
+    assert found == [(4, 5, 4, 5)] * 2
 
 
 async def test_a_version_that_the_sampler_does_not_serve_fails_its_clients_and_not_those_before_on_fakes(

@@ -3,7 +3,8 @@ which weights drew it."""
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.sampling.sampler import DrawnTokens, MovingWeights, Sampler, SampleWork
+from tinker_local.backend.tiny_models import make_tiny_vl_model
 from tinker_local.backend.vllm_engine import compat_vllm
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 from tinker_local.backend.vllm_engine.moved_sequences import Move, drawn_under
@@ -251,6 +254,63 @@ async def test_keys_are_computed_again_where_the_server_says_so(
                 far = float(np.abs(scored[len(PROMPT) - 1 :] - sequence.logprobs)[drawn].max())
                 assert (far < text.tolerance) is (again or version == 0), (again, version, far)
         await sampler.end_target(target.name)
+
+
+@pytest.fixture(scope="module")
+def sees(tmp_path_factory: pytest.TempPathFactory, engine_thread: EngineThread) -> Iterator[Served]:
+    """Adapters may change its vision tower, and sequences compute their keys again."""
+    folder = make_tiny_vl_model(tmp_path_factory.mktemp("sees") / "model")
+    options = {"train_vision": True, "moves_keys": True, "max_context_length": 1024}
+    served = Served(folder, "Qwen3VLForConditionalGeneration", engine_thread, **options)
+    yield served
+    asyncio.run(served.sampler.close())
+
+
+def changing_tower(served: Served, folder: Path, number: int) -> AdapterVersion:
+    """An adapter that changes the vision tower alone."""
+    generator, weights = torch.Generator().manual_seed(number), {}
+    for name, module in served.hf.model.named_modules():
+        if "visual" in name and re.search(r"attn\.(qkv|proj)$", name):
+            a = torch.randn(4, module.in_features, generator=generator)
+            weights[name] = (a, torch.randn(module.out_features, 4, generator=generator))
+    write_adapter_files(folder, weights, 4)
+    return AdapterVersion(f"{folder.parent.name}/{number}", folder)
+
+
+@pytest.mark.more
+async def test_image_features_are_computed_again_with_the_keys_where_the_tower_has_moved(
+    sees: Served, tmp_path: Path, noise: Callable[..., Image.Image]
+) -> None:
+    """A sequence that goes on, and the next one of its client, see the image as the new weights do: each token's
+    logprob is that of a snapshot of its version."""
+    versions = [changing_tower(sees, tmp_path / str(number), number) for number in (1, 2)]
+    target, params = "run/in-flight", SamplingParams(max_tokens=500, temperature=1.0, stop=())
+
+    async def sample(number: int, watch: Watch | None = None) -> SampleOutput:
+        moving = MovingWeights(target, number, 1, "client")
+        work = SampleWork(prompt, versions[number - 1], params, 2, moving=moving, drawn=watch)
+        return await sees.sampler.sample(work)
+
+    image, watch = noise(96, 64, 3), Watch()
+    prompt = sees.prompt(PROMPT[:20], image, PROMPT[:100])
+    await sees.sampler.publish(target, versions[0], 1)
+    running = asyncio.create_task(sample(1, watch))
+    await watch.until(80)
+    await sees.sampler.publish(target, versions[1], 2)
+    moved, after = (await running).sequences, (await sample(2)).sequences
+    await sees.sampler.end_target(target)
+    for sequence in (*moved, *after):
+        assert sequence.drawn_under is not None
+        assert sequence.logprobs is not None
+        assert [span.version for span in sequence.drawn_under] == ([1, 2] if sequence in moved else [2])
+        whole = sees.prompt(PROMPT[:20], image, [*PROMPT[:100], *sequence.tokens])
+        under = [(await sees.score(whole, version))[prompt.length - 1 :] for version in versions]
+        assert np.abs(under[0] - under[1]).max() > 100 * sees.tolerance  # or the adapters would say nothing
+        at = 0
+        for span in sequence.drawn_under:
+            drawn = slice(at, at + span.tokens)
+            sees.same(sequence.logprobs[drawn], under[span.version - 1][drawn])
+            at += span.tokens
 
 
 @pytest.mark.more
