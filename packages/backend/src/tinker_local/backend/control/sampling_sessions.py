@@ -660,13 +660,13 @@ def _budget(request: SampleRequest, length: int, limit: int) -> int:
 
 
 def with_ids(output: SampleOutput, request_id: str) -> SampleOutput:
-    """`output` with the ids of its sequences."""
+    """`output` with the ids of its sequences, and without its times, which are on the operation's timeline."""
     ids = sequence_ids(request_id, len(output.sequences))
     sequences = (
         sequence.model_copy(update={"sequence_id": sequence_id})
         for sequence, sequence_id in zip(output.sequences, ids, strict=True)
     )
-    return output.model_copy(update={"sequences": tuple(sequences)})
+    return output.model_copy(update={"sequences": tuple(sequences), "times": None})
 
 
 def without_logprobs(output: SampleOutput) -> SampleOutput:
