@@ -142,6 +142,7 @@ async def test_a_save_ends_before_the_sampler_has_its_weights_and_a_sample_of_it
     assert api.backend.metrics()["fake/bigram"].in_flight_published == 3
 
 
+@pytest.mark.more
 async def test_a_thousand_saves_of_each_kind_keep_one_in_flight_version_and_the_snapshots_of_the_limit_on_fakes(
     api: Api,
 ) -> None:
