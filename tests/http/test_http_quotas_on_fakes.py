@@ -16,6 +16,7 @@ import tinker
 from prometheus_client.parser import text_string_to_metric_families
 from tinker_local.backend import BackendOptions
 from tinker_local.backend.control import callers
+from tinker_local.backend.control.session_traces import SessionTraces
 from tinker_local.backend.http import connections
 from tinker_local.backend.http.access import Keys
 from tinker_local.backend.options import OwnerQuota
@@ -136,6 +137,32 @@ async def test_adapter_memory_has_a_quota_too_on_fakes(start: Any) -> None:
         in (await alice.post("create_model", body)).json()["detail"]
     )
     await as_owner(api, BOB).model()
+
+
+async def test_traces_of_one_owner_are_built_between_those_of_another_on_fakes(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = await start()
+    alice, bob = as_owner(api, ALICE), as_owner(api, BOB)
+    alices, bobs = [await alice.session() for _ in range(5)], await bob.session()
+    for owner, session in [*((alice, session) for session in alices), (bob, bobs)]:
+        await owner.model(session)
+    go_on, write, built = threading.Event(), SessionTraces._write, []
+
+    def slow(traces: Any, record: Any, *rest: Any) -> None:
+        assert go_on.wait(60)
+        built.append(record.session_id)
+        write(traces, record, *rest)
+
+    monkeypatch.setattr(SessionTraces, "_write", slow)
+    asked = [asyncio.create_task(alice.get(f"sessions/{session}/trace_export")) for session in alices]
+    await api.until(lambda: len(api.backend.traces._builds) == 5)
+    asked.append(asyncio.create_task(bob.get(f"sessions/{bobs}/trace_export")))
+    await api.until(lambda: len(api.backend.traces._builds) == 6)
+    go_on.set()
+    assert {(await each).json()["status"] for each in asked} <= {"ready", "pending"}
+    await api.until(lambda: len(built) == 6)
+    assert built.index(bobs) <= 2  # behind the one that was being built, and a turn of alice
 
 
 async def test_queued_training_beyond_the_quota_waits_and_other_owners_do_not_on_fakes(start: Any) -> None:

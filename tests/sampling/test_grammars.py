@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.sampling.sampler import DrawnTokens, SampleWork
+from tinker_local.backend.threads import Who
+from tinker_local.backend.vllm_engine import grammar_process
 from tinker_local.backend.vllm_engine.grammar_process import GrammarProcess
 from tinker_local.backend.vllm_engine.grammar_server import Limits
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
@@ -188,6 +190,28 @@ async def test_a_grammar_that_is_too_much_is_killed_with_its_process_and_the_nex
             await small.check(json_grammar(PATTERNS))
     finally:
         small.close()
+
+
+async def test_requests_that_follow_grammars_leave_places_for_other_owners(
+    text: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_process, "REQUESTS", 4)
+    monkeypatch.setattr(grammar_process, "REQUESTS_OF_OWNER", 3)
+    process = GrammarProcess(str(text.folder), 512, Limits())
+    try:
+        alices = [asyncio.create_task(process.open(COLOURS, 1, Who("alice", "s"))) for _ in range(5)]
+        bobs = await process.open(COLOURS, 1, Who("bob", "s"))
+        done, waiting = await asyncio.wait(alices, timeout=0.2)
+        while len(done) < 3:
+            done, waiting = await asyncio.wait(alices, timeout=0.2)
+        assert (len(done), len(waiting)) == (3, 2)
+        for each in done:
+            (await each).close()
+        for each in waiting:
+            (await each).close()
+        bobs.close()
+    finally:
+        process.close()
 
 
 @pytest.mark.more

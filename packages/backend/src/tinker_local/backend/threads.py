@@ -177,18 +177,31 @@ class Places:
     @asynccontextmanager
     async def turn(self, who: Who) -> AsyncIterator[None]:
         """A place inside."""
+        await self.take(who)
+        try:
+            yield
+        finally:
+            self.leave(who)
+
+    async def take(self, who: Who) -> None:
+        """Wait for a place, which is to be left with `leave`."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._turns.wait(who, turn)
         self.give()
         try:
             await turn
-            yield
-        finally:
-            if turn.done() and not turn.cancelled():
-                self._turns.ended(who)
-            else:
+        except asyncio.CancelledError:
+            if turn.cancelled():
                 self._turns.forget(who, turn)
+            else:
+                self._turns.ended(who)
             self.give()
+            raise
+
+    def leave(self, who: Who) -> None:
+        """Give a place back."""
+        self._turns.ended(who)
+        self.give()
 
     def give(self) -> None:
         """Give the places that are free; call it when an owner may have one that it might not."""

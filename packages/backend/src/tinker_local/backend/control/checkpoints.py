@@ -25,7 +25,7 @@ from tinker_local.backend.storage.records import (
     TrainingRunRecord,
 )
 from tinker_local.backend.storage.store import Store
-from tinker_local.backend.threads import DATABASE, DISK
+from tinker_local.backend.threads import DATABASE, DISK, Places, Who
 from tinker_local.types import CopyWeightsRequest, GoneError, InvalidRequestError, NotFoundError, OptimizerConfig
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Checkpoints:
         self._uses = uses
         self._clock = clock
         self._removals: set[asyncio.Task[None]] = set()
-        self._one_copy_at_a_time = asyncio.Lock()
+        self._one_copy_at_a_time = Places(1)
 
     async def get(self, tinker_path: str, field: str = "tinker_path") -> CheckpointRecord:
         """The checkpoint behind a tinker path."""
@@ -163,7 +163,7 @@ class Checkpoints:
         if request.session_id is not None and request.model_seq_id is not None:
             keys.append(f"run {model_id_in(request.session_id, request.model_seq_id)}")
         asked = request.model_dump(exclude_none=True)
-        async with self._one_copy_at_a_time:  # concurrent requests with one key make one copy
+        async with self._one_copy_at_a_time.turn(Who(caller.owner)):  # concurrent requests with one key make one copy
             for key in keys:
                 known = await DATABASE.run(self._store.find_copy, key)
                 if known is not None:

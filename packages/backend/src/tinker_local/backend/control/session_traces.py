@@ -22,7 +22,7 @@ from tinker_local.backend.scheduling.operations import (
 )
 from tinker_local.backend.storage.records import SessionRecord
 from tinker_local.backend.storage.store import Store
-from tinker_local.backend.threads import DISK
+from tinker_local.backend.threads import ACTING, DISK, Places
 from tinker_local.types import NotFoundError
 from tinker_local.types.wire.perfetto_trace_pb2 import Trace
 
@@ -68,7 +68,7 @@ class SessionTraces:
         self._signatures = signatures
         self._folder = folder
         self._builds: dict[str, _Build] = {}
-        self._one_at_a_time = asyncio.Lock()
+        self._one_at_a_time = Places(1)
         self._unix_ns = time.time_ns() - clock()
         self._started = datetime.now(UTC)
         shutil.rmtree(folder, ignore_errors=True)
@@ -119,10 +119,10 @@ class SessionTraces:
         await DISK.run(shutil.rmtree, self._folder, ignore_errors=True)
 
     def _begin(self, record: SessionRecord, kept: SessionTimelines) -> _Build:
-        timelines, note = list(kept.timelines), self._note(kept)
+        timelines, note, who = list(kept.timelines), self._note(kept), ACTING.get()
 
         async def build() -> None:
-            async with self._one_at_a_time:  # each takes a thread's whole time
+            async with self._one_at_a_time.turn(who):  # each takes a thread's whole time
                 await DISK.run(self._write, record, timelines, note)
 
         return _Build(asyncio.create_task(build(), name="session-trace"))

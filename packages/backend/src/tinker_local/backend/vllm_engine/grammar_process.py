@@ -50,8 +50,8 @@ SLOW = 1.0
 COMPILING, COMPILING_OF_OWNER = 8, 6
 """Grammars that are compiled at a time, of all and of one owner: those of others do not wait for all of its."""
 
-REQUESTS = 256
-"""Requests that follow grammars at a time; others wait."""
+REQUESTS, REQUESTS_OF_OWNER = 256, 192
+"""Requests that follow grammars at a time, of all and of one owner; others wait."""
 
 KEPT_BYTES, KEPT = 2**29, 64
 """Of compiled grammars that no request follows, and how many."""
@@ -198,7 +198,7 @@ class GrammarProcess:
         self._control: socket.socket | None = None
         self._closed = False
         self._compiling = Places(COMPILING, COMPILING_OF_OWNER)
-        self._requests = asyncio.Semaphore(REQUESTS)
+        self._requests = Places(REQUESTS, REQUESTS_OF_OWNER)
         self._turns: dict[Grammar, asyncio.Lock] = {}
         self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()
 
@@ -209,7 +209,7 @@ class GrammarProcess:
 
     async def open(self, grammar: Grammar, sequences: int, who: Who = THE_SERVER) -> "OpenMatcher":
         """A matcher for a request of so many samples; InvalidRequestError as for `check`."""
-        await self._requests.acquire()
+        await self._requests.take(who)
         try:
             compiled = await self._ready(grammar, who)
             try:
@@ -218,14 +218,14 @@ class GrammarProcess:
                 self._give_back(grammar, compiled)
                 raise
         except BaseException:
-            self._requests.release()
+            self._requests.leave(who)
             raise
-        return OpenMatcher(self, grammar, compiled, matcher)
+        return OpenMatcher(self, grammar, compiled, matcher, who)
 
-    def release(self, grammar: Grammar, compiled: _Compiled, matcher: Matcher) -> None:
-        """A request has ended."""
+    def release(self, grammar: Grammar, compiled: _Compiled, matcher: Matcher, who: Who) -> None:
+        """A request of `who` has ended."""
         matcher.close()
-        self._requests.release()
+        self._requests.leave(who)
         self._give_back(grammar, compiled)
 
     def _give_back(self, grammar: Grammar, compiled: _Compiled) -> None:
@@ -358,10 +358,11 @@ class OpenMatcher:
     _grammar: Grammar
     _compiled: _Compiled
     matcher: Matcher
+    _who: Who
     _closed: bool = False
 
     def close(self) -> None:
         """Once, on the loop."""
         if not self._closed:
             self._closed = True
-            self._processes.release(self._grammar, self._compiled, self.matcher)
+            self._processes.release(self._grammar, self._compiled, self.matcher, self._who)
