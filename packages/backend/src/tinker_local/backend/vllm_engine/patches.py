@@ -386,7 +386,7 @@ def _report_begun(engine: Any, events: EngineEvents) -> None:
         output = schedule(*args, **kwargs)
         for new in output.scheduled_new_reqs:
             events.sequence_begun(record_routes.external(new.req_id))
-        for request_id in getattr(output, "preempted_req_ids", None) or ():  # None or absent: none is told
+        for request_id in getattr(output, "preempted_req_ids", None) or ():  # not told by every version
             events.sequence_preempted(record_routes.external(request_id))
         return output
 
