@@ -558,8 +558,8 @@ class Sampling:
             sampled_tokens=sampled_tokens(output), cached_prompt_tokens=output.prompt_cache_hit_tokens
         )
         if isinstance(output.times, EngineTimes):
-            operation.timeline.sampled(output.times)
-        count(session.base, work, output, operation.timeline)
+            note_times(session.base, operation.timeline, output.times)
+        count(session.base, work, output)
         output = with_ids(output if besides.drawn is None else without_logprobs(output), operation.request_id)
         if session.in_flight is not None:
             self.token_weights.add(session_id, output.sequences, session.in_flight.target)
@@ -680,17 +680,24 @@ def decoded(request_id: str, encoded: bytes) -> SampleOutput:
     return with_ids(decode_sample_output(encoded), request_id)
 
 
-def count(base: ServedModel, work: SampleWork, output: SampleOutput, timeline: Timeline) -> None:
-    """Count what the sampler did. `timeline`: of the request."""
+def note_times(base: ServedModel, timeline: Timeline, times: EngineTimes) -> None:
+    """Tell where the time of a sample went within the sampler, on its timeline and in metrics."""
+    timeline.sampled(times)
+    counts = base.counts
+    for seconds, histogram in (
+        (timeline.seconds_to("decode"), counts.first_token_seconds),
+        (times.per_token, counts.token_seconds),
+    ):
+        if seconds is not None:
+            histogram.add(seconds)
+
+
+def count(base: ServedModel, work: SampleWork, output: SampleOutput) -> None:
+    """Count what the sampler did."""
     counts = base.counts
     counts.samples += len(output.sequences)
     counts.prompt_tokens += work.prompt.length
     counts.sampled_tokens += sampled_tokens(output)
     spans = [span for sequence in output.sequences for span in sequence.drawn_under or ()]
-    if isinstance(output.times, EngineTimes):
-        if (seconds := timeline.seconds_to("decode")) is not None:
-            counts.first_token_seconds.add(seconds)
-        if (seconds := output.times.per_token) is not None:
-            counts.token_seconds.add(seconds)
     counts.in_flight_tokens += sum(span.tokens for span in spans)
     counts.tokens_on_older_keys += sum(span.tokens for span in spans if span.on_older_keys)

@@ -57,8 +57,8 @@ class EngineEvents:
 
     `images_encoded` gets the number of images of each run of the vision tower. `sequence_begun` gets the request id of
     a sequence in the step that first runs it, and possibly again after a preemption; `sequence_preempted` gets it when
-    the sequence loses its place. `load_adapter` returns vLLM's
-    `LoRAModel` of a `LoRARequest`; None lets vLLM read the request's folder.
+    the sequence loses its place. `load_adapter` returns vLLM's `LoRAModel` of a `LoRARequest`; None lets vLLM read the
+    request's folder.
     """
 
     images_encoded: Callable[[int], None] = _ignore
