@@ -83,7 +83,8 @@ class Meta:
         ids[0], counts[0], starts[1:] = 1, rows, rows
         slots = torch.full((rows,), 1, dtype=torch.int32, device=device)
         order = torch.arange(rows, dtype=torch.int32, device=device)
-        self.rows = Rows(slots, order, counts.to(device), starts.to(device), ids.to(device))
+        ranks = torch.full((SLOTS,), RANK, dtype=torch.int32, device=device)
+        self.rows = Rows(slots, order, counts.to(device), starts.to(device), ids.to(device), ranks)
         axis = torch.tensor([SLOTS + 1], dtype=torch.int32)
         self.of_vllm = slots, order, *(each.to(device) for each in (counts, starts, ids)), torch.tensor([False]), axis
 

@@ -16,9 +16,12 @@ SLOTS = 3
 
 
 class Module:
-    """A linear layer with slots of adapters. Numbers are of size 1 wherever they are rounded."""
+    """A linear layer with slots of adapters. Numbers are of size 1 wherever they are rounded. With `used` less than
+    `rank`, adapters have that many, and what lies beyond is NaN: nothing may read it."""
 
-    def __init__(self, device: str, dtype: torch.dtype, width: int, widths: Sequence[int], rank: int) -> None:
+    def __init__(
+        self, device: str, dtype: torch.dtype, width: int, widths: Sequence[int], rank: int, used: int | None = None
+    ) -> None:
         generator = torch.Generator().manual_seed(width + rank)
 
         def numbers(*shape: int) -> torch.Tensor:
@@ -27,6 +30,10 @@ class Module:
         self.widths, self.width, self._numbers = tuple(widths), width, numbers
         self.a = tuple(numbers(SLOTS, 1, rank, width) for _ in widths)
         self.b = tuple(numbers(SLOTS, 1, each, rank) for each in widths)
+        self.used = rank if used is None else used
+        for a, b in zip(self.a, self.b, strict=True):
+            a[:, :, self.used :] = torch.nan
+            b[..., self.used :] = torch.nan
 
     def rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """x and y of so many rows; those of y lie apart."""
@@ -40,7 +47,7 @@ class Module:
                 continue
             wide, first = x[row].double(), 0
             for a, b in zip(self.a, self.b, strict=True):
-                of_a, of_b = a[slot, 0].double(), b[slot, 0].double()
+                of_a, of_b = a[slot, 0, : self.used].double(), b[slot, 0, :, : self.used].double()
                 columns = slice(first, first + len(of_b))
                 found[row, columns] += of_b @ (of_a @ wide)
                 sizes[row, columns] += of_b.abs() @ (of_a.abs() @ wide.abs())
@@ -59,6 +66,8 @@ def added(module: Module, slots: Sequence[int], x: torch.Tensor, y: torch.Tensor
     meta = wrapper.token_mapping_meta
     meta.token_lora_mapping.fill_(77)  # as memory that was not written
     meta.prepare_tensors(torch.tensor(slots, device=x.device))
+    for slot in range(SLOTS):
+        wrapper.holds(slot, module.used)
     layer = SimpleNamespace(
         punica_wrapper=wrapper,
         base_layer=None,
@@ -108,6 +117,10 @@ def main() -> None:
     check_rows(some, [2 - at % 4 for at in range(40)])
     check_rows(Module("cpu", dtype, 300, (200, 40), 17), [2] * 70)
     check_rows(Module("cpu", dtype, 2048, (130,), 100), [1] * 20 + [-1] * 14)
+    for used in (0, 1, 5, 17):
+        roomy = Module("cpu", dtype, 300, (200, 40), 20, used)
+        check_rows(roomy, [0, -1, 2, 2, 1])
+        check_rows(roomy, [2 - at % 4 for at in range(40)])
     check_repeats(some, 30)
 
 

@@ -26,3 +26,6 @@ def test_rows_of_many_adapters_are_multiplied_on_a_gpu(dtype: torch.dtype, rank:
             lora_kernel_cases.check_rows(module, [2 - at % 4 for at in range(rows)])
             lora_kernel_cases.check_rows(module, [1] * rows)
         lora_kernel_cases.check_repeats(module, 300)
+        roomy = lora_kernel_cases.Module("cuda", dtype, width, widths, 128, rank)
+        for rows in (1, 16, 17, 512, 1000):
+            lora_kernel_cases.check_rows(roomy, [2 - at % 4 for at in range(rows)])

@@ -32,7 +32,8 @@ class Rows:
 
     `slot_m`: of each row; a number that is not of a slot stands for none. `order_m`: rows sorted by their slot.
     `counts`, `starts`, `slots`: of each adapter of the step, how many rows it has, where in `order_m` they begin, and
-    its slot; those left over have slot -1.
+    its slot; those left over have slot -1. `rank_l`: ranks of the adapter in each slot, which has room for more: what
+    lies beyond is not read.
     """
 
     slot_m: torch.Tensor
@@ -40,6 +41,7 @@ class Rows:
     counts: torch.Tensor
     starts: torch.Tensor
     slots: torch.Tensor
+    rank_l: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,12 +77,12 @@ def shrink(
     x_mi: torch.Tensor, a: Sequence[torch.Tensor], rows: Rows, tables: Tables, scale: float = 1.0
 ) -> torch.Tensor:
     """float32 [P, S, M, R], whose sum over parts is scale · A x of each row with the factors of its slot; of rows
-    without an adapter, anything.
+    without an adapter, and of ranks that its adapter lacks, anything.
 
     `a`: for each slice, A [L, 1, R, I], contiguous, of 16 bits as `x_mi`, whose columns are beside each other.
     """
     if len(x_mi) <= FEW_ROWS:
-        return shrink_few(x_mi, a, rows.slot_m, tables, scale)[None]
+        return shrink_few(x_mi, a, rows, tables, scale)[None]
     return shrink_many(x_mi, a, rows, tables, scale)
 
 
@@ -95,7 +97,7 @@ def expand(
     """y += B h, in place, with `h_psmr` of `shrink`. `b`: for each slice, B [L, 1, width, R], contiguous, of 16 bits as
     `y_mo`, whose columns are beside each other."""
     if len(y_mo) <= FEW_ROWS:
-        expand_few(y_mo, h_psmr[0], b, widths, rows.slot_m, tables)
+        expand_few(y_mo, h_psmr[0], b, widths, rows, tables)
     else:
         expand_many(y_mo, h_psmr, b, widths, rows, tables)
 
@@ -104,15 +106,15 @@ def expand(
 
 
 def shrink_few(
-    x_mi: torch.Tensor, a: Sequence[torch.Tensor], slot_m: torch.Tensor, tables: Tables, scale: float = 1.0
+    x_mi: torch.Tensor, a: Sequence[torch.Tensor], rows: Rows, tables: Tables, scale: float = 1.0
 ) -> torch.Tensor:
-    """float32 [S, M, R]: scale · A x; of rows without an adapter, anything."""
-    rows, width = x_mi.shape
+    """float32 [S, M, R]: scale · A x; of rows without an adapter, and of ranks that it lacks, anything."""
+    number, width = x_mi.shape
     count, _, rank, _ = a[0].shape
-    h_smr = torch.empty((len(a), rows, rank), dtype=torch.float32, device=x_mi.device)
+    h_smr = torch.empty((len(a), number, rank), dtype=torch.float32, device=x_mi.device)
     at_once = 2 if rank % 2 == 0 else 1
-    _shrink_few[(rank // at_once, len(a), rows)](
-        x_mi, tables.addresses(a), slot_m, h_smr, scale, x_mi.stride(0), rows, count,
+    _shrink_few[(rank // at_once, len(a), number)](
+        x_mi, tables.addresses(a), rows.slot_m, rows.rank_l, h_smr, scale, x_mi.stride(0), number, count,
         width=width, rank=rank, at_once=at_once, span=min(2048, triton.next_power_of_2(width)), num_warps=4,
     )  # fmt: skip
     return h_smr
@@ -120,13 +122,15 @@ def shrink_few(
 
 @triton.jit(do_not_specialize=["rows", "count"])  # else it would be compiled for 1, and for multiples of 16
 def _shrink_few(  # type: ignore[no-untyped-def]
-    x, table, slots, h, scale, x_stride, rows, count,
+    x, table, slots, rank_l, h, scale, x_stride, rows, count,
     width: tl.constexpr, rank: tl.constexpr, at_once: tl.constexpr, span: tl.constexpr,
 ):  # fmt: skip
     row, piece = tl.program_id(2), tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
     address = tl.load(table + piece)
     if (slot < 0) | (slot >= count):  # rows that fill up a CUDA graph have any number
+        return
+    if tl.program_id(0) * at_once >= tl.load(rank_l + slot):
         return
     ranks = tl.program_id(0) * at_once + tl.arange(0, at_once)
     a = address.to(tl.pointer_type(x.dtype.element_ty)) + slot * rank * width
@@ -145,37 +149,40 @@ def expand_few(
     h_smr: torch.Tensor,
     b: Sequence[torch.Tensor],
     widths: Sequence[int],
-    slot_m: torch.Tensor,
+    rows: Rows,
     tables: Tables,
 ) -> None:
     """y += B h, in place."""
-    _, rows, rank = h_smr.shape
+    _, number, rank = h_smr.shape
     padded = triton.next_power_of_2(rank)
     span = max(8, min(64, 4096 // padded))
-    _expand_few[(triton.cdiv(max(widths), span), len(b), rows)](
-        y_mo, tables.addresses(b), tables.offsets(widths, y_mo.device), slot_m, h_smr, y_mo.stride(0), rows, len(b[0]),
-        rank=rank, span=span, padded=padded, num_warps=4,
+    _expand_few[(triton.cdiv(max(widths), span), len(b), number)](
+        y_mo, tables.addresses(b), tables.offsets(widths, y_mo.device), rows.slot_m, rows.rank_l, h_smr, y_mo.stride(0),
+        number, len(b[0]), rank=rank, span=span, padded=padded, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "count"])
 def _expand_few(  # type: ignore[no-untyped-def]
-    y, table, offsets, slots, h, y_stride, rows, count, rank: tl.constexpr, span: tl.constexpr, padded: tl.constexpr
+    y, table, offsets, slots, rank_l, h, y_stride, rows, count,
+    rank: tl.constexpr, span: tl.constexpr, padded: tl.constexpr,
 ):  # fmt: skip
-    # It waits for memory twice: for these, and for what they say where it is.
+    # It waits for memory three times: for these, for the adapter's rank, and for what they say where it is.
     row, piece = tl.program_id(2), tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
     address = tl.load(table + piece)
     first = tl.load(offsets + piece)
     width = tl.load(offsets + piece + 1) - first
     ranks = tl.arange(0, padded)
-    of_h = tl.load(h + (piece * rows + row) * rank + ranks, mask=ranks < rank, other=0.0)
+    known = (slot >= 0) & (slot < count)
+    used = tl.minimum(tl.load(rank_l + slot, mask=known, other=0), rank)
+    of_h = tl.load(h + (piece * rows + row) * rank + ranks, mask=ranks < used, other=0.0)
     outputs = tl.program_id(0) * span + tl.arange(0, span)
-    inside = (outputs < width) & (slot >= 0) & (slot < count)
+    inside = (outputs < width) & known
     b = address.to(tl.pointer_type(y.dtype.element_ty)) + slot * rank * width
     place = y + row.to(tl.int64) * y_stride + first + outputs
     of_b = tl.load(
-        b + outputs[:, None] * rank + ranks[None, :], mask=inside[:, None] & (ranks < rank)[None, :], other=0.0
+        b + outputs[:, None] * rank + ranks[None, :], mask=inside[:, None] & (ranks < used)[None, :], other=0.0
     )
     before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     found = before + tl.sum(of_b.to(tl.float32) * of_h[None, :], 1)
@@ -225,8 +232,8 @@ def shrink_many(
         parts = _PARTS if tiles * len(a) * _PARTS <= _PROGRAMS * 2 and width >= 2 * reads * _PARTS else 1
     h = torch.empty((parts, len(a), count, rank), dtype=torch.float32, device=x_mi.device)
     _shrink_many[((tiles + axis - 1) * parts, len(a))](
-        x_mi, tables.addresses(a), rows.order_m, rows.counts, rows.starts, rows.slots, h, scale, x_mi.stride(0), count,
-        len(a), axis=axis, width=width, rank=rank, parts=parts, tile=tile, reads=reads, padded=_padded(rank),
+        x_mi, tables.addresses(a), rows.order_m, rows.counts, rows.starts, rows.slots, rows.rank_l, h, scale,
+        x_mi.stride(0), count, len(a), axis=axis, width=width, rank=rank, parts=parts, tile=tile, reads=reads, padded=_padded(rank),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return h
@@ -234,7 +241,7 @@ def shrink_many(
 
 @triton.jit(do_not_specialize=["rows", "slices"])
 def _shrink_many(  # type: ignore[no-untyped-def]
-    x, table, order, counts, starts, slots, h, scale, x_stride, rows, slices,
+    x, table, order, counts, starts, slots, rank_l, h, scale, x_stride, rows, slices,
     axis: tl.constexpr, width: tl.constexpr, rank: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr,
     reads: tl.constexpr, padded: tl.constexpr,
 ):  # fmt: skip
@@ -247,19 +254,21 @@ def _shrink_many(  # type: ignore[no-untyped-def]
     known = at < tl.load(counts + adapter)
     row = tl.load(order + tl.load(starts + adapter) + at, mask=known, other=0).to(tl.int64)
     ranks = tl.arange(0, padded)
+    slot = tl.load(slots + adapter)
+    used = tl.minimum(tl.load(rank_l + slot), rank)
     a = tl.load(table + piece).to(tl.pointer_type(x.dtype.element_ty))
-    a += tl.load(slots + adapter).to(tl.int64) * rank * width
+    a += slot.to(tl.int64) * rank * width
     total = tl.zeros((tile, padded), tl.float32)
     for start in range(part * reads, width, parts * reads):
         columns = start + tl.arange(0, reads)
         inside = columns < width
         of_x = tl.load(x + row[:, None] * x_stride + columns[None, :], mask=known[:, None] & inside[None, :], other=0.0)
         of_a = tl.load(
-            a + ranks[None, :] * width + columns[:, None], mask=(ranks < rank)[None, :] & inside[:, None], other=0.0
+            a + ranks[None, :] * width + columns[:, None], mask=(ranks < used)[None, :] & inside[:, None], other=0.0
         )
         total += tl.dot(of_x, of_a)
     place = h + ((part * slices + piece) * rows + row[:, None]) * rank + ranks[None, :]
-    tl.store(place, total * scale, mask=known[:, None] & (ranks < rank)[None, :])
+    tl.store(place, total * scale, mask=known[:, None] & (ranks < used)[None, :])
 
 
 def expand_many(
@@ -283,17 +292,19 @@ def expand_many(
         span = 128 if rank <= RANKS_AT_ONCE // 2 else 64
     _expand_many[(tiles * triton.cdiv(max(widths), span * spans), slices)](
         y_mo, tables.addresses(b), tables.offsets(widths, y_mo.device), rows.order_m, rows.counts, rows.starts,
-        rows.slots, h_psmr, y_mo.stride(0), count, slices, tiles,
+        rows.slots, rows.rank_l, h_psmr, y_mo.stride(0), count, slices, tiles,
         axis=axis, rank=rank, parts=parts, tile=tile, span=span, spans=spans, padded=_padded(rank),
         fits=y_mo.stride(0) * count < 2**31, num_warps=warps,
     )  # fmt: skip
 
 
 @triton.jit
-def _summed(h, ranks, row, known, piece, rows, slices, rank: tl.constexpr, parts: tl.constexpr):  # type: ignore[no-untyped-def]
-    """h [tile, ranks] of a slice, over all parts."""
+def _summed(  # type: ignore[no-untyped-def]
+    h, ranks, used, row, known, piece, rows, slices, rank: tl.constexpr, parts: tl.constexpr
+):
+    """h [tile, ranks] of a slice, over all parts, of the ranks that are `used`."""
     place = h + (piece * rows + row[:, None]) * rank + ranks[None, :]
-    inside = known[:, None] & (ranks < rank)[None, :]
+    inside = known[:, None] & (ranks < used)[None, :]
     total = tl.load(place, mask=inside, other=0.0)
     for part in tl.static_range(1, parts):
         total += tl.load(place + part * slices * rows * rank, mask=inside, other=0.0)
@@ -302,7 +313,7 @@ def _summed(h, ranks, row, known, piece, rows, slices, rank: tl.constexpr, parts
 
 @triton.jit(do_not_specialize=["rows", "slices", "tiles"])
 def _expand_many(  # type: ignore[no-untyped-def]
-    y, table, offsets, order, counts, starts, slots, h, y_stride, rows, slices, tiles,
+    y, table, offsets, order, counts, starts, slots, rank_l, h, y_stride, rows, slices, tiles,
     axis: tl.constexpr, rank: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr, span: tl.constexpr,
     spans: tl.constexpr, padded: tl.constexpr, fits: tl.constexpr,
 ):  # fmt: skip
@@ -319,10 +330,12 @@ def _expand_many(  # type: ignore[no-untyped-def]
     known = at < tl.load(counts + adapter)
     row = tl.load(order + tl.load(starts + adapter) + at, mask=known, other=0)
     offset = (row if fits else row.to(tl.int64)) * y_stride + begin
+    slot = tl.load(slots + adapter)
+    used = tl.minimum(tl.load(rank_l + slot), rank)
     b = tl.load(table + piece).to(tl.pointer_type(y.dtype.element_ty))
-    b += tl.load(slots + adapter).to(tl.int64) * rank * width
+    b += slot.to(tl.int64) * rank * width
     ranks = tl.arange(0, padded)
-    of_h = _summed(h, ranks, row, known, piece, rows, slices, rank, parts).to(y.dtype.element_ty)
+    of_h = _summed(h, ranks, used, row, known, piece, rows, slices, rank, parts).to(y.dtype.element_ty)
     for _ in range(spans):
         columns = column + tl.arange(0, span)
         inside = known[:, None] & (columns < width)[None, :]
@@ -330,7 +343,7 @@ def _expand_many(  # type: ignore[no-untyped-def]
         before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
         of_b = tl.load(
             b + columns[None, :] * rank + ranks[:, None],
-            mask=(columns < width)[None, :] & (ranks < rank)[:, None], other=0.0,
+            mask=(columns < width)[None, :] & (ranks < used)[:, None], other=0.0,
         )  # fmt: skip
         found = before + tl.dot(of_h, of_b)
         tl.store(place, found.to(y.dtype.element_ty), mask=inside)

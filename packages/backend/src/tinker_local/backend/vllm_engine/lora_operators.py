@@ -203,6 +203,13 @@ def by_rows(wrapper: Any) -> Any:
             super().__init__(*args, **kwargs)
             self._tables = lora_kernels.Tables()
             self._side: Any = None
+            device = self.token_mapping_meta.token_lora_mapping.device
+            # Until an adapter is in a slot, all that there is room for counts.
+            self._rank_l = torch.full((self.max_loras,), lora_kernels.RANKS_AT_ONCE, dtype=torch.int32, device=device)
+
+        def holds(self, slot: int, rank: int) -> None:
+            """A slot has an adapter of this rank from now on."""
+            self._rank_l[slot] = rank
 
         def multiplies(self, x: torch.Tensor, layer: Any) -> bool:
             """Whether the kernels take a layer's input [N, in] and its factors, after what they need has been copied to
@@ -227,6 +234,7 @@ def by_rows(wrapper: Any) -> Any:
                 meta.num_tokens_per_lora,
                 meta.lora_token_start_loc,
                 meta.active_lora_ids,
+                self._rank_l,
             )
             if len(x) <= lora_kernels.ROWS_BESIDE and x.is_cuda:
                 if self._side is None:
@@ -268,6 +276,28 @@ def multiply_by_rows() -> None:
         return wrapper.add_beside(x, self, lambda: self._get_quant_method().apply(self.base_layer, x, bias))
 
     BaseLinearLayerWithLoRA._apply_sync = apply_sync
+    _tell_ranks()
+
+
+def _tell_ranks() -> None:
+    """Have vLLM's manager of adapters tell the kernels the rank of each that it puts into a slot. By default slots have
+    room for rank 128, of which an adapter of rank 32 leaves three quarters zero."""
+    from vllm.lora.model_manager import LoRAModelManager
+
+    original: Any = LoRAModelManager.activate_adapter
+
+    @functools.wraps(original)
+    def activate_adapter(self: Any, lora_id: int) -> bool:
+        activated: bool = original(self, lora_id)
+        if activated:
+            of_modules = [each.lora_a for each in self._registered_adapters[lora_id].loras.values()]
+            parts = [part for each in of_modules for part in (each if isinstance(each, list) else [each])]
+            rank = max((part.shape[0] for part in parts if part is not None), default=0)
+            for wrapper in self.punica_wrapper_mapping.values():
+                wrapper.holds(self.lora_index_to_id.index(lora_id), rank)
+        return activated
+
+    LoRAModelManager.activate_adapter = activate_adapter
 
 
 class _OneAdapterHead:

@@ -441,7 +441,8 @@ PATCHES = (
     ),
     Patch(
         "LoRA of linear layers on CUDA takes two launches, without a buffer of zeros and atomic sums",
-        "vLLM's three launches take a fifth of a step of 512 sequences of an 8B model, and a quarter of one sequence's",
+        "vLLM's three launches take a fifth of a step of 512 sequences of an 8B model, and a quarter of one sequence's; "
+        "they multiply by all ranks for which a slot has room",
         "CUDA, 0.32",
         (
             "PunicaWrapperGPU",
@@ -454,6 +455,10 @@ PATCHES = (
             "num_tokens_per_lora",
             "lora_token_start_loc",
             "active_lora_ids",
+            "activate_adapter",
+            "punica_wrapper_mapping",
+            "_registered_adapters",
+            "lora_index_to_id",
         ),
         ("sampling/test_lora_kernels.py::test_rows_of_many_adapters_are_multiplied_in_the_interpreter",),
         hook="VLLM_TUNED_CONFIG_FOLDER, which sets sizes of vLLM's own kernels",
