@@ -16,14 +16,14 @@ from safetensors.numpy import load_file
 from tinker_local.backend.adapters.adapter import path_of
 from tinker_local.backend.exporting import export_checkpoint
 from tinker_local.backend.families import family_of
-from tinker_local.backend.rendering.rendered_input import TrainerImage
 from tinker_local.backend.tiny_models.seeing_models import make_tiny_seeing_model
-from tinker_local.types import EncodedTextChunk, ImageChunk, InvalidRequestError, LoraConfig, ModelInput
+from tinker_local.types import InvalidRequestError, LoraConfig, ModelInput
 from transformers import AutoConfig, AutoProcessor
 
 from tests.conftest import Server, start_server
 from tests.e2e.conftest import SdkDriver
-from tests.e2e.test_agreement import difference, sampler_logprobs, tokens, train, trainer_logprobs
+from tests.e2e.seeing_inputs import Read, inputs_of, read_pictures
+from tests.e2e.test_agreement import difference, sampler_logprobs, train, trainer_logprobs
 
 pytestmark = [pytest.mark.more, pytest.mark.rotated(3)]
 
@@ -60,16 +60,6 @@ ROUNDING = dict.fromkeys(GEMMA4, 5e-4)
 """Nats by which trainer and sampler may differ, if not 1e-4: these layers do not scale the products of queries and
 keys of RMS 1, so that rounding moves them more."""
 
-SIZES = ((224, 224), (260, 60), (50, 200), (30, 40))
-"""Width and height of pictures in pixels."""
-
-
-def png(width: int, height: int, seed: int) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
-
 
 @pytest.fixture(scope="module", params=SERVED)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -90,35 +80,13 @@ def sdk(server: Server) -> SdkDriver:
 
 
 @pytest.fixture(scope="module")
-def read(folder: Path) -> list[tuple[ImageChunk, TrainerImage]]:
-    """Pictures, and as the model's own processor reads each."""
-    config = AutoConfig.from_pretrained(folder)
-    vision = family_of(config.model_type, str(folder)).vision
-    assert vision is not None
-    processor = vision.processor(str(folder), config)
-    found = []
-    for seed, size in enumerate(SIZES):
-        data = png(*size, seed)
-        found.append((ImageChunk(data=data, format="png"), processor.process(Image.open(io.BytesIO(data)))))
-    return found
+def read(folder: Path) -> list[Read]:
+    return read_pictures(folder)
 
 
 @pytest.fixture(scope="module")
-def inputs(read: Sequence[tuple[ImageChunk, TrainerImage]]) -> list[tuple[ModelInput, np.ndarray]]:
-    """A picture of each shape between texts, one at the start, two pictures, and text; with -1 at their positions."""
-    found = []
-    for seed, order in enumerate([*([-1, at, -1] for at, _ in enumerate(read)), [0, -1], [-1, 1, -1, 2, -1], [-1]]):
-        chunks: list[Any] = []
-        ids: list[int] = []
-        for place, at in enumerate(order):
-            if at < 0:
-                chunks.append(EncodedTextChunk(tokens=tokens(10 * seed + place, 5 + seed)))
-                ids += [*chunks[-1].tokens]
-            else:
-                chunks.append(read[at][0])
-                ids += [-1] * read[at][1].num_tokens
-        found.append((ModelInput(chunks=tuple(chunks)), np.array(ids)))
-    return found
+def inputs(read: Sequence[Read]) -> list[tuple[ModelInput, np.ndarray]]:
+    return inputs_of(read)
 
 
 def test_trainer_and_sampler_agree_before_and_after_training(
@@ -190,7 +158,7 @@ def test_a_tower_is_trained_where_vllm_takes_adapters_of_it(
 
 
 def test_a_picture_in_a_chat_is_read_as_by_the_models_own_processor(
-    sdk: SdkDriver, server: Server, folder: Path, read: Sequence[tuple[ImageChunk, TrainerImage]]
+    sdk: SdkDriver, server: Server, folder: Path, read: Sequence[Read]
 ) -> None:
     """The answer is greedy after the ids that the processor makes of the template's text and the picture."""
     chunk, image = read[1]
@@ -223,9 +191,7 @@ def test_a_picture_in_a_chat_is_read_as_by_the_models_own_processor(
     assert said.choices[0].message.content == processor.tokenizer.decode(same.tokens, skip_special_tokens=True)
 
 
-def test_a_count_of_positions_that_differs_is_refused_with_both(
-    sdk: SdkDriver, read: Sequence[tuple[ImageChunk, TrainerImage]]
-) -> None:
+def test_a_count_of_positions_that_differs_is_refused_with_both(sdk: SdkDriver, read: Sequence[Read]) -> None:
     chunk, image = read[0]
     wrong = tinker.types.ImageChunk(data=chunk.data, format="png", expected_tokens=image.num_tokens + 1)
     prompt = tinker.ModelInput(chunks=[tinker.EncodedTextChunk(tokens=[5]), wrong])
