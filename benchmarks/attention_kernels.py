@@ -3,6 +3,7 @@
     python benchmarks/attention_kernels.py --out benchmarks/results                  # a GPU with 140 GiB, five minutes
     python benchmarks/attention_kernels.py --only kernels --out benchmarks/results   # a minute or two
     python benchmarks/attention_kernels.py --only qwen3-8b,gemma-3-12b --layers 6
+    python benchmarks/attention_kernels.py --only qwen3.5-9b --rows long
     python benchmarks/attention_kernels.py --tiny                                    # the same code on a CPU
 
 `kernels`: forward and backward of attention in the shapes of models, from which the table in
@@ -28,6 +29,7 @@ SECONDS = 400.0
 LAYERS = {"qwen3-8b": 0, "gemma-3-12b": 12, "gpt-oss-20b": 8, "qwen3.5-9b": 8}
 """Of each shape; 0: all."""
 PARTS = ("kernels", *LAYERS)
+ROWS = ("ragged", "long")
 RAGGED = {"qwen3-8b": 1.04, "gemma-3-12b": 1.1, "gpt-oss-20b": 1.1, "qwen3.5-9b": 1.05}
 RATIOS = [
     *(
@@ -42,7 +44,7 @@ RATIOS = [
     *(
         Ratio(f"{name}, {row}: peak memory", f"{name}.{row}_fa4", (f"{name}.{row}_fa2",), 1.02, "at most", "peak_gib")
         for name in LAYERS
-        for row in ("ragged", "long")
+        for row in ROWS
     ),
 ]
 
@@ -52,6 +54,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny models; fails if anything does")
     parser.add_argument("--only", default=",".join(PARTS), metavar="NAME,…", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--layers", type=int, help="of each shape, in place of the usual number; 0: all")
+    parser.add_argument("--rows", default=",".join(ROWS), metavar="NAME,…", help=f"of models: {', '.join(ROWS)}")
     parser.add_argument("--out", type=Path, help="folder for dated files of the result")
     parser.add_argument("--log", type=Path, help="file for other output (default: a temporary one)")
     options = parser.parse_args()
@@ -59,6 +62,9 @@ def arguments() -> argparse.Namespace:
     for name in options.chosen:
         if name not in PARTS:
             parser.error(f"--only {name}: no such part; there are {', '.join(PARTS)}")
+    for name in options.rows.split(","):
+        if name not in ROWS:
+            parser.error(f"--rows {name}: no such rows; there are {', '.join(ROWS)}")
     if not options.tiny and not machine.gpu():
         parser.error("no NVIDIA GPU here; --tiny runs the same code on a CPU")
     return options
@@ -76,7 +82,7 @@ def main() -> int:
             layers = LAYERS.get(name, 0) if options.layers is None else options.layers
             try:
                 outcome = processes.run(
-                    ["measurements.attention_ways", scale, name, str(folder), str(layers)], SECONDS, log
+                    ["measurements.attention_ways", scale, name, str(folder), str(layers), options.rows], SECONDS, log
                 )
             finally:
                 shutil.rmtree(folder)

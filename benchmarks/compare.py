@@ -47,6 +47,8 @@ SECONDS = 300
 """Most that the weights of one may take to write."""
 PRECISE = 0.01
 """Width of an interval that is narrow enough."""
+LINES = ("training", "saves", "sampling")
+"""How the names of lines begin."""
 FEWEST, MOST = 8, 1000
 """Rounds of a line."""
 
@@ -94,6 +96,8 @@ def measure(options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[L
                 parts["saves to a first token in 1000 s"] = (several_saves, 1000 * SAVES)
                 parts["sampling, the SDK"] = (Run.sample, scale.requests * scale.output_tokens)
             for part, (work, amount) in parts.items():
+                if not part.startswith(tuple(options.lines)):
+                    continue
                 ways = {name: partial(work, run) for name, run in runs.items()}
                 yield from (Line(part, *found) for found in in_turns(ways, MOST, amount, enough(options.seconds)))
         shutil.rmtree(model)
@@ -128,6 +132,7 @@ def main() -> int:
     parser.add_argument("before", type=Path, help="the other checkout")
     parser.add_argument("--seconds", type=float, default=150, help="most of a line, of which there are five")
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
+    parser.add_argument("--lines", nargs="+", choices=LINES, default=list(LINES), metavar="LINE")
     parser.add_argument("--tiny", action="store_true", help="tiny models, on a CPU")
     parser.add_argument("--out", type=Path, help="folder for dated files of the result")
     options = parser.parse_args()

@@ -26,20 +26,49 @@ SHAPES = {
     "down": (12288, (4096,)),
 }
 TINY = {"qkv": (64, (64, 32, 32)), "down": (96, (64,))}
-MANY: dict[str, tuple[dict[str, int], dict[str, int]]] = {
-    "tiles of 64": ({"tile": 64}, {"tile": 64}),
-    "B in tiles of 64 x 64": ({}, {"tile": 64, "span": 64, "spans": 8}),
-    "B by 4 warps": ({}, {"warps": 4}),
-    "B in 2 spans": ({}, {"spans": 2}),
-    "B in 8 spans": ({}, {"spans": 8}),
-    "B in spans of 256": ({}, {"span": 256, "spans": 2}),
-    "A in 4 parts": ({"parts": 4}, {}),
-    "A in 16 parts": ({"parts": 16}, {}),
-    "A by 64": ({"reads": 64, "stages": 4}, {}),
-    "A in tiles of 64": ({"tile": 64}, {}),
-    "A in tiles of 128 by 64": ({"tile": 128, "reads": 64, "warps": 8}, {}),
+OF_A: dict[str, dict[str, int]] = {
+    "32 rows by 128, 1 part": {"parts": 1},
+    "32 rows by 128, 2 parts": {"parts": 2},
+    "32 rows by 128, 4 parts": {"parts": 4},
+    "32 rows by 128, 8 parts": {"parts": 8},
+    "32 rows by 128, 16 parts": {"parts": 16},
+    "32 rows by 64, 4 parts": {"parts": 4, "reads": 64, "stages": 4},
+    "32 rows by 64, 8 parts": {"parts": 8, "reads": 64, "stages": 4},
+    "32 rows by 256, 4 parts": {"parts": 4, "reads": 256, "stages": 2},
+    "32 rows by 256, 8 parts": {"parts": 8, "reads": 256, "stages": 2},
+    "16 rows by 256, 2 parts": {"tile": 16, "parts": 2, "reads": 256},
+    "16 rows by 256, 4 parts": {"tile": 16, "parts": 4, "reads": 256},
+    "16 rows by 128, 4 parts": {"tile": 16, "parts": 4},
+    "64 rows by 128, 4 parts": {"tile": 64, "parts": 4},
+    "64 rows by 128, 8 parts": {"tile": 64, "parts": 8},
+    "64 rows by 64, 8 parts": {"tile": 64, "parts": 8, "reads": 64, "stages": 4},
+    "128 rows by 64, 8 parts": {"tile": 128, "parts": 8, "reads": 64, "warps": 8},
+    "128 rows by 64, 16 parts": {"tile": 128, "parts": 16, "reads": 64, "warps": 8},
 }
-"""Other sizes of our kernels for many rows."""
+"""Sizes of our kernels of many rows: how A x is divided."""
+OF_B: dict[str, dict[str, int]] = {
+    "32 rows, 4 x 128": {"span": 128},
+    "32 rows, 4 x 128, 4 warps": {"span": 128, "warps": 4},
+    "32 rows, 2 x 128": {"span": 128, "spans": 2},
+    "32 rows, 2 x 128, 4 warps": {"span": 128, "spans": 2, "warps": 4},
+    "32 rows, 1 x 128, 4 warps": {"span": 128, "spans": 1, "warps": 4},
+    "32 rows, 8 x 128": {"span": 128, "spans": 8},
+    "32 rows, 8 x 64, 4 warps": {"span": 64, "spans": 8, "warps": 4},
+    "32 rows, 1 x 256": {"span": 256, "spans": 1},
+    "32 rows, 2 x 256": {"span": 256, "spans": 2},
+    "32 rows, 4 x 256": {"span": 256, "spans": 4},
+    "16 rows, 2 x 256, 4 warps": {"tile": 16, "span": 256, "spans": 2, "warps": 4},
+    "16 rows, 4 x 256, 4 warps": {"tile": 16, "span": 256, "spans": 4, "warps": 4},
+    "64 rows, 1 x 128": {"span": 128, "tile": 64, "spans": 1},
+    "64 rows, 2 x 128": {"span": 128, "tile": 64, "spans": 2},
+    "64 rows, 4 x 128": {"span": 128, "tile": 64, "spans": 4},
+    "64 rows, 2 x 64, 4 warps": {"tile": 64, "span": 64, "spans": 2, "warps": 4},
+    "64 rows, 8 x 64, 4 warps": {"tile": 64, "span": 64, "spans": 8, "warps": 4},
+    "128 rows, 1 x 128": {"span": 128, "tile": 128, "spans": 1},
+    "128 rows, 2 x 128": {"span": 128, "tile": 128, "spans": 2},
+}
+"""And how B h is."""
+PARTS_OF_B = (4, 8)
 RANK, SLOTS = 32, 4
 
 
@@ -59,16 +88,21 @@ def dtype_of(device: str) -> torch.dtype:
     return torch.bfloat16 if device == "cuda" else torch.float16
 
 
-def linears(shapes: dict[str, Any], layers: int, device: str) -> list[Linear]:
+def linears(shapes: dict[str, Any], layers: int, room: int, device: str) -> list[Linear]:
+    """`room`: ranks of a slot, of which an adapter has `RANK`."""
+
     def numbers(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype_of(device), device=device).normal_(0, shape[-1] ** -0.5)
 
     made = []
     for _ in range(layers):
         for wide, widths in shapes.values():
-            a = tuple(numbers(SLOTS, 1, RANK, wide) for _ in widths)
-            b = tuple(numbers(SLOTS, 1, width, RANK) for width in widths)
-            made.append(Linear(numbers(sum(widths), wide), a, b, widths, torch.cat([each[1, 0] for each in a])))
+            a = tuple(numbers(SLOTS, 1, room, wide) for _ in widths)
+            b = tuple(numbers(SLOTS, 1, width, room) for width in widths)
+            for each in (*a, *(of_b.mT for of_b in b)):
+                each[:, :, RANK:] = 0
+            joined = torch.cat([each[1, 0, :RANK] for each in a])
+            made.append(Linear(numbers(sum(widths), wide), a, b, widths, joined))
     return made
 
 
@@ -93,7 +127,7 @@ def by_vllm(linear: Linear, x: torch.Tensor, y: torch.Tensor, meta: Meta) -> Non
     from vllm.lora.ops.triton_ops.lora_expand_op import _lora_expand
     from vllm.lora.ops.triton_ops.lora_shrink_op import _lora_shrink
 
-    h = torch.empty((len(linear.a), len(x), RANK), dtype=torch.float32, device=x.device)
+    h = torch.empty((len(linear.a), len(x), linear.a[0].shape[-2]), dtype=torch.float32, device=x.device)
     _lora_shrink(x, list(linear.a), h, *meta.of_vllm, 1.0)
     _lora_expand(h, list(linear.b), y, *meta.of_vllm, offset_start=0, add_inputs=True)
 
@@ -102,7 +136,7 @@ def dense(linear: Linear, x: torch.Tensor, y: torch.Tensor, _: Meta) -> None:
     h = x @ linear.joined.T
     first = 0
     for at, (b, width) in enumerate(zip(linear.b, linear.widths, strict=True)):
-        y[:, first : first + width].addmm_(h[:, at * RANK : (at + 1) * RANK], b[1, 0].T)
+        y[:, first : first + width].addmm_(h[:, at * RANK : (at + 1) * RANK], b[1, 0, :, :RANK].T)
         first += width
 
 
@@ -130,7 +164,7 @@ def milliseconds(step: Callable[[], None], device: str, repeats: int = 10) -> fl
 Way = Callable[[Linear, torch.Tensor], torch.Tensor]
 
 
-def ways_of(rows: int, device: str) -> dict[str, Way]:
+def ways_of(rows: int, device: str, *, sizes: bool) -> dict[str, Way]:
     """By name: what makes y [M, O] of a layer and x."""
     from tinker_local.backend.vllm_engine import lora_kernels as kernels
 
@@ -155,7 +189,8 @@ def ways_of(rows: int, device: str) -> dict[str, Way]:
             if "a" in names:
                 h = kernels.shrink(x, linear.a, meta.rows, tables)
             else:
-                h = torch.empty((1, len(linear.a), len(x), RANK), dtype=torch.float32, device=x.device)
+                room = linear.a[0].shape[-2]
+                h = torch.empty((1, len(linear.a), len(x), room), dtype=torch.float32, device=x.device)
             if "b" in names:
                 kernels.expand(y, h, linear.b, linear.widths, meta.rows, tables)
 
@@ -172,17 +207,29 @@ def ways_of(rows: int, device: str) -> dict[str, Way]:
         kernels.expand(y, h, linear.b, linear.widths, meta.rows, tables)
         return y
 
-    def many(of_shrink: dict[str, int], of_expand: dict[str, int]) -> Way:
+    def a_alone(sizes: dict[str, int]) -> Way:
+        def add(linear: Linear, x: torch.Tensor, _: torch.Tensor, meta: Meta) -> None:
+            kernels.shrink_many(x, linear.a, meta.rows, tables, **sizes)
+
+        return after(add)
+
+    def b_alone(sizes: dict[str, int], count: int) -> Way:
+        made: dict[int, torch.Tensor] = {}
+
         def add(linear: Linear, x: torch.Tensor, y: torch.Tensor, meta: Meta) -> None:
-            h = kernels.shrink_many(x, linear.a, meta.rows, tables, **of_shrink)
-            kernels.expand_many(y, h, linear.b, linear.widths, meta.rows, tables, **of_expand)
+            slices = len(linear.b)
+            if slices not in made:  # before a graph is captured
+                made[slices] = torch.zeros((count, slices, len(x), linear.a[0].shape[-2]), device=x.device)
+            kernels.expand_many(y, made[slices], linear.b, linear.widths, meta.rows, tables, **sizes)
 
         return after(add)
 
     ways = {"base": base, "vLLM": after(by_vllm), "ours": parts("ab"), "ours, A beside the base": beside}
     ways |= {"ours, A alone": parts("a"), "ours, B alone": parts("b"), "dense": after(dense)}
-    if rows > kernels.FEW_ROWS:
-        ways |= {f"ours, {name}": many(*sizes) for name, sizes in MANY.items()}
+    if sizes and rows > kernels.FEW_ROWS:
+        ways |= {f"A alone, {name}": a_alone(each) for name, each in OF_A.items()}
+        for count in PARTS_OF_B:
+            ways |= {f"B alone, {count} parts, {name}": b_alone(each, count) for name, each in OF_B.items()}
     return ways
 
 
@@ -199,6 +246,8 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on a CPU, with Triton's interpreter")
     parser.add_argument("--rows", default="1,16,64,512,8192", help="of a step")
     parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--room", type=int, default=RANK, help="ranks for which a slot has room")
+    parser.add_argument("--sizes", action="store_true", help="also other sizes of the kernels of many rows")
     parser.add_argument("--budget-seconds", type=float, default=1e9)
     options = parser.parse_args()
     began = time.monotonic()
@@ -210,7 +259,7 @@ def main() -> int:
         options.rows, options.layers = "1,3,20", 1
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     torch.manual_seed(0)
-    layers = linears(TINY if options.tiny else SHAPES, options.layers, device)
+    layers = linears(TINY if options.tiny else SHAPES, options.layers, options.room, device)
     lines, faults = list[str](), 0
     counts = [int(rows) for rows in options.rows.split(",")]
     for number, rows in enumerate(counts, 1):
@@ -221,7 +270,7 @@ def main() -> int:
             for wide in {each.weight.shape[1] for each in layers}
         }
         base = 0.0
-        for name, way in ways_of(rows, device).items():
+        for name, way in ways_of(rows, device, sizes=options.sizes).items():
             if options.tiny and name == "vLLM":
                 continue  # its products of 16 bits take the interpreter minutes
             if time.monotonic() - began > options.budget_seconds * number / len(counts):
@@ -236,13 +285,13 @@ def main() -> int:
                 some = layers[: len(TINY if options.tiny else SHAPES)]
                 wrong = max(difference(way, linear, xs[linear.weight.shape[1]]) for linear in some)
             except Exception as error:
-                lines.append(f"{rows:6d}  {name:32} {type(error).__name__}: {str(error)[:200]}")
+                lines.append(f"{rows:6d}  {name:44} {type(error).__name__}: {str(error)[:200]}")
                 faults += 1
             else:
                 base = base or took
-                lines.append(f"{rows:6d}  {name:32} {took:9.3f} {took - base:+9.3f}   {wrong:.2e}")
+                lines.append(f"{rows:6d}  {name:44} {took:9.3f} {took - base:+9.3f}   {wrong:.2e}")
             print(lines[-1], flush=True)
-    print(f"  rows  way{'':29} ms a step  beyond base  difference; {time.monotonic() - began:.0f} s")
+    print(f"  rows  way{'':41} ms a step  beyond base  difference; {time.monotonic() - began:.0f} s")
     print("\n".join(lines))
     return 1 if faults and options.tiny else 0
 

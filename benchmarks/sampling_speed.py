@@ -39,8 +39,10 @@ WAVES = "alone2,sdk2;sdk1,engine2,compiled2"
 VARIANTS: dict[str, dict[str, str]] = {
     "theirs": {"TINKER_LOCAL_BENCH_THEIR_LORA": "1"},
     "dual": {"VLLM_LORA_ENABLE_DUAL_STREAM": "1"},
+    "roomy": {"TINKER_LOCAL_BENCH_MAX_RANK": "128"},
 }
-"""Variables of the environment by the variant's name: vLLM's LoRA kernels in our engine, and vLLM's on two streams."""
+"""Variables of the environment by the variant's name: vLLM's LoRA kernels in our engine, vLLM's on two streams, and
+slots with room for rank 128, a server's default, in this project's."""
 START_SECONDS = 240.0
 
 

@@ -1,5 +1,5 @@
-"""A part of `attention_kernels.py`, as lines: `python -m measurements.attention_ways SCALE PART FOLDER LAYERS`. PART
-is `kernels` or a shape."""
+"""A part of `attention_kernels.py`, as lines: `python -m measurements.attention_ways SCALE PART FOLDER LAYERS ROWS`.
+PART is `kernels` or a shape, of which a step on each of ROWS, with commas between them, is measured."""
 
 import contextlib
 import dataclasses
@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +169,9 @@ def kernel_line(scale: Scale, name: str, case: Case) -> None:
     Line(name, two / four, "times as fast", note=note).emit()
 
 
-def model(scale: Scale, name: str, folder: Path, layers: int) -> None:
-    """A step on ragged sequences and one on a long one, by both ways, on one trainer. `layers`: 0 for all."""
+def model(scale: Scale, name: str, folder: Path, layers: int, rows: Sequence[str]) -> None:
+    """A step on ragged sequences and one on a long one, or one of these `rows`, by both ways, on one trainer. `layers`:
+    0 for all."""
     shape = cut(SHAPES[name], layers) if layers else SHAPES[name]
     config = write_model(scale, shape, folder)
     collect()
@@ -180,7 +181,9 @@ def model(scale: Scale, name: str, folder: Path, layers: int) -> None:
     from tinker_local.types import LoraConfig
 
     trainer.create_adapter("a", LoraConfig(rank=scale.rank, train_unembed=False))
-    for row, lengths in (("ragged", workloads.ragged_lengths(scale)), ("long", [scale.long_sequence])):
+    of_rows = {"ragged": workloads.ragged_lengths(scale), "long": [scale.long_sequence]}
+    for row in rows:
+        lengths = of_rows[row]
         works = [work("a", [text_datum(tokens) for tokens in workloads.sequences(scale, lengths)])]
         for way in WAYS:
             line = f"{name}.{row}_{way}"
@@ -201,7 +204,7 @@ def main(arguments: list[str]) -> None:
     if part == "kernels":
         kernels(scale)
     else:
-        model(scale, part, folder, int(arguments[3]))
+        model(scale, part, folder, int(arguments[3]), arguments[4].split(","))
     sys.stdout.flush()
     os._exit(0)  # threads may hang a process that ends; all lines are printed by now
 

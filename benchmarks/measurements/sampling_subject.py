@@ -81,6 +81,8 @@ class Alone:
 
 THEIRS = "TINKER_LOCAL_BENCH_THEIR_LORA"
 """Set: `Engine` multiplies LoRA with vLLM's kernels."""
+MAX_RANK = "TINKER_LOCAL_BENCH_MAX_RANK"
+"""Set: ranks for which `Engine` and `Sdk` have room; else that of the adapter."""
 
 
 class Engine:
@@ -97,7 +99,9 @@ class Engine:
             lora_operators.multiply_by_rows = lambda: None
         tiny = scale.name == "tiny"
         step = {} if tiny else {"max_sequences": SEQUENCES, "max_batched_tokens": POSITIONS}
-        options = EngineOptions(str(model), max_rank=scale.rank, kv_cache_bytes=cache, **step)
+        options = EngineOptions(
+            str(model), max_rank=int(os.environ.get(MAX_RANK, scale.rank)), kv_cache_bytes=cache, **step
+        )
         self._sampler = VLLMSampler(options, EngineThread())
         self._version = AdapterVersion("bench-random", adapter)
         self._runner = asyncio.Runner()
@@ -133,7 +137,14 @@ class Sdk:
         from harness.machine import gpu_count
 
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        arguments = ["--model", f"{MODEL}={model}", "--max-rank", str(scale.rank), "--kv-cache", str(cache / 2**30)]
+        arguments = [
+            "--model",
+            f"{MODEL}={model}",
+            "--max-rank",
+            os.environ.get(MAX_RANK, str(scale.rank)),
+            "--kv-cache",
+            str(cache / 2**30),
+        ]
         if gpu_count():  # of what others have left
             arguments += ["--gpu-memory-utilization", "0.95", "--max-context-length", "4096"]
         url = stack.enter_context(served(folder / "data", *arguments))

@@ -117,8 +117,8 @@ def main() -> None:
     check_rows(some, [2 - at % 4 for at in range(40)])
     check_rows(Module("cpu", dtype, 300, (200, 40), 17), [2] * 70)
     check_rows(Module("cpu", dtype, 2048, (130,), 100), [1] * 20 + [-1] * 14)
-    for used in (0, 1, 5, 17):
-        roomy = Module("cpu", dtype, 300, (200, 40), 20, used)
+    for room, used in ((20, 0), (20, 1), (20, 17), (100, 5), (100, 32), (100, 33)):
+        roomy = Module("cpu", dtype, 300, (200, 40), room, used)
         check_rows(roomy, [0, -1, 2, 2, 1])
         check_rows(roomy, [2 - at % 4 for at in range(40)])
     check_repeats(some, 30)

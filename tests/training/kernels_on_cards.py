@@ -268,7 +268,7 @@ def launch_lora(rank: int) -> None:
     for (width, widths), rows in itertools.product(((4096, (4096, 1024)), (12288, (4096,))), (1, FEW_ROWS + 1, 8192)):
         a = [new(4, 1, rank, width) for _ in widths]
         b = [new(4, 1, each, rank) for each in widths]
-        of_rows = Rows(*(new(count, dtype=torch.int32) for count in (rows, rows, 5, 6, 5)))
+        of_rows = Rows(*(new(count, dtype=torch.int32) for count in (rows, rows, 5, 6, 5, 4)))
         h = shrink(new(rows, width), a, of_rows, Tables())
         expand(new(rows, sum(widths)), h, b, widths, of_rows, Tables())
 

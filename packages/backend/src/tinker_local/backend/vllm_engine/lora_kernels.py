@@ -24,6 +24,8 @@ _PROGRAMS, _PARTS = 264, 8
 """Two programs for each multiprocessor of an H200: a launch of less is divided into parts."""
 RANKS_AT_ONCE = 128
 """Ranks that a program of many rows has in registers; vLLM's operators multiply by more."""
+FEW_RANKS: tl.constexpr = tl.constexpr(32)
+"""An adapter of no more is multiplied in tiles of this size, however many its slot has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +235,8 @@ def shrink_many(
     h = torch.empty((parts, len(a), count, rank), dtype=torch.float32, device=x_mi.device)
     _shrink_many[((tiles + axis - 1) * parts, len(a))](
         x_mi, tables.addresses(a), rows.order_m, rows.counts, rows.starts, rows.slots, rows.rank_l, h, scale,
-        x_mi.stride(0), count, len(a), axis=axis, width=width, rank=rank, parts=parts, tile=tile, reads=reads, padded=_padded(rank),
-        num_warps=warps, num_stages=stages,
+        x_mi.stride(0), count, len(a), axis=axis, width=width, rank=rank, parts=parts, tile=tile, reads=reads,
+        padded=_padded(rank), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return h
 
@@ -253,22 +255,39 @@ def _shrink_many(  # type: ignore[no-untyped-def]
     at = first + tl.arange(0, tile)
     known = at < tl.load(counts + adapter)
     row = tl.load(order + tl.load(starts + adapter) + at, mask=known, other=0).to(tl.int64)
-    ranks = tl.arange(0, padded)
     slot = tl.load(slots + adapter)
     used = tl.minimum(tl.load(rank_l + slot), rank)
     a = tl.load(table + piece).to(tl.pointer_type(x.dtype.element_ty))
     a += slot.to(tl.int64) * rank * width
+    place = h + ((part * slices + piece) * rows + row) * rank
+    x += row * x_stride
+    if padded > FEW_RANKS:
+        if used <= FEW_RANKS:
+            _shrink_tile(x, a, place, known, used, scale, part, width, parts, tile, reads, FEW_RANKS)
+        else:
+            _shrink_tile(x, a, place, known, used, scale, part, width, parts, tile, reads, padded)
+    else:
+        _shrink_tile(x, a, place, known, used, scale, part, width, parts, tile, reads, padded)
+
+
+@triton.jit
+def _shrink_tile(  # type: ignore[no-untyped-def]
+    x, a, place, known, used, scale, part, width: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr,
+    reads: tl.constexpr, padded: tl.constexpr,
+):  # fmt: skip
+    """The `used` ranks, `padded` at most, of the rows of `tile` that are `known`, whose x and h begin at `x` and
+    `place`."""
+    ranks = tl.arange(0, padded)
     total = tl.zeros((tile, padded), tl.float32)
     for start in range(part * reads, width, parts * reads):
         columns = start + tl.arange(0, reads)
         inside = columns < width
-        of_x = tl.load(x + row[:, None] * x_stride + columns[None, :], mask=known[:, None] & inside[None, :], other=0.0)
+        of_x = tl.load(x[:, None] + columns[None, :], mask=known[:, None] & inside[None, :], other=0.0)
         of_a = tl.load(
             a + ranks[None, :] * width + columns[:, None], mask=(ranks < used)[None, :] & inside[:, None], other=0.0
         )
         total += tl.dot(of_x, of_a)
-    place = h + ((part * slices + piece) * rows + row[:, None]) * rank + ranks[None, :]
-    tl.store(place, total * scale, mask=known[:, None] & (ranks < used)[None, :])
+    tl.store(place[:, None] + ranks[None, :], total * scale, mask=known[:, None] & (ranks < used)[None, :])
 
 
 def expand_many(
@@ -298,19 +317,6 @@ def expand_many(
     )  # fmt: skip
 
 
-@triton.jit
-def _summed(  # type: ignore[no-untyped-def]
-    h, ranks, used, row, known, piece, rows, slices, rank: tl.constexpr, parts: tl.constexpr
-):
-    """h [tile, ranks] of a slice, over all parts, of the ranks that are `used`."""
-    place = h + (piece * rows + row[:, None]) * rank + ranks[None, :]
-    inside = known[:, None] & (ranks < used)[None, :]
-    total = tl.load(place, mask=inside, other=0.0)
-    for part in tl.static_range(1, parts):
-        total += tl.load(place + part * slices * rows * rank, mask=inside, other=0.0)
-    return total
-
-
 @triton.jit(do_not_specialize=["rows", "slices", "tiles"])
 def _expand_many(  # type: ignore[no-untyped-def]
     y, table, offsets, order, counts, starts, slots, rank_l, h, y_stride, rows, slices, tiles,
@@ -329,22 +335,44 @@ def _expand_many(  # type: ignore[no-untyped-def]
     at = first + tl.arange(0, tile)
     known = at < tl.load(counts + adapter)
     row = tl.load(order + tl.load(starts + adapter) + at, mask=known, other=0)
-    offset = (row if fits else row.to(tl.int64)) * y_stride + begin
+    y += (row if fits else row.to(tl.int64)) * y_stride + begin
     slot = tl.load(slots + adapter)
     used = tl.minimum(tl.load(rank_l + slot), rank)
     b = tl.load(table + piece).to(tl.pointer_type(y.dtype.element_ty))
     b += slot.to(tl.int64) * rank * width
+    place, step = h + (piece * rows + row) * rank, slices * rows * rank
+    if padded > FEW_RANKS:
+        if used <= FEW_RANKS:
+            _expand_tile(y, b, place, known, used, column, width, step, rank, parts, span, spans, FEW_RANKS)
+        else:
+            _expand_tile(y, b, place, known, used, column, width, step, rank, parts, span, spans, padded)
+    else:
+        _expand_tile(y, b, place, known, used, column, width, step, rank, parts, span, spans, padded)
+
+
+@triton.jit
+def _expand_tile(  # type: ignore[no-untyped-def]
+    y, b, place, known, used, column, width, step, rank: tl.constexpr, parts: tl.constexpr, span: tl.constexpr,
+    spans: tl.constexpr, padded: tl.constexpr,
+):  # fmt: skip
+    """Of rows whose outputs and h begin at `y` and `place`, the columns from `column` on, by `used` ranks, `padded` at
+    most. The parts of h are `step` numbers apart."""
+    dtype = y.dtype.element_ty
     ranks = tl.arange(0, padded)
-    of_h = _summed(h, ranks, used, row, known, piece, rows, slices, rank, parts).to(y.dtype.element_ty)
+    of_rank = known[:, None] & (ranks < used)[None, :]
+    total = tl.load(place[:, None] + ranks[None, :], mask=of_rank, other=0.0)
+    for part in tl.static_range(1, parts):
+        total += tl.load(place[:, None] + part * step + ranks[None, :], mask=of_rank, other=0.0)
+    of_h = total.to(dtype)
     for _ in range(spans):
         columns = column + tl.arange(0, span)
         inside = known[:, None] & (columns < width)[None, :]
-        place = y + offset[:, None] + columns[None, :]
-        before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        where = y[:, None] + columns[None, :]
+        before = tl.load(where, mask=inside, other=0.0).to(tl.float32)
         of_b = tl.load(
             b + columns[None, :] * rank + ranks[:, None],
             mask=(columns < width)[None, :] & (ranks < used)[:, None], other=0.0,
         )  # fmt: skip
         found = before + tl.dot(of_h, of_b)
-        tl.store(place, found.to(y.dtype.element_ty), mask=inside)
+        tl.store(where, found.to(dtype), mask=inside)
         column += span

@@ -441,8 +441,8 @@ PATCHES = (
     ),
     Patch(
         "LoRA of linear layers on CUDA takes two launches, without a buffer of zeros and atomic sums",
-        "vLLM's three launches take a fifth of a step of 512 sequences of an 8B model, and a quarter of one sequence's; "
-        "they multiply by all ranks for which a slot has room",
+        "vLLM's three launches take a fifth of a step of 512 sequences of an 8B model, a quarter of one sequence's. "
+        "They multiply by all ranks for which a slot has room",
         "CUDA, 0.32",
         (
             "PunicaWrapperGPU",
