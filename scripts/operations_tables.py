@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from tinker_local.backend import options
-from tinker_local.backend.http.server_metrics import METRICS
+from tinker_local.backend.hosting.server_metrics import METRICS
 from tinker_local.backend.options import BackendOptions, CommandOption
 
 PAGE = Path(__file__).parent.parent / "docs" / "operations.md"
@@ -88,8 +88,8 @@ LIMITS: dict[str, dict[str, str]] = {
         "bytes and values of a call that reports which results were read": (
             "http.future_routes.MAX_RETRIEVED_BYTES http.future_routes.MAX_RETRIEVED_VALUES"
         ),
-        "wrong keys of an address that are answered at once; further ones wait": "http.access.FREE_WRONG_KEYS",
-        "answers to wrong keys that wait": "http.access.MOST_DELAYED",
+        "wrong keys of an address that are answered at once; further ones wait": "hosting.keys.FREE_WRONG_KEYS",
+        "answers to wrong keys that wait": "hosting.keys.MOST_DELAYED",
     },
     "training": {
         "bytes of a forward_backward, as sent and as unpacked": "http.bodies.MAX_GRADIENT_BYTES",
@@ -149,12 +149,12 @@ LIMITS: dict[str, dict[str, str]] = {
         ),
     },
     "OpenAI's and Anthropic's APIs": {
-        "characters of a model's name": "http.endpoint_fields.LONGEST_MODEL",
-        "`logprobs` and `top_logprobs`": "http.openai_bodies.MAX_LIKELIEST",
-        "logprobs in an answer that is not streamed": "http.openai_answers.MAX_CELLS",
-        "tokens of prompts in an answer": "http.openai_answers.MAX_ECHOED",
+        "characters of a model's name": "hosting.endpoint_fields.LONGEST_MODEL",
+        "`logprobs` and `top_logprobs`": "hosting.openai_bodies.MAX_LIKELIEST",
+        "logprobs in an answer that is not streamed": "hosting.openai_answers.MAX_CELLS",
+        "tokens of prompts in an answer": "hosting.openai_answers.MAX_ECHOED",
         "bytes of tokens and logprobs that wait for the client of a stream, and for those of all; an owner may have as "
-        "many as are left": "control.completions.MOST_WAITING control.completions.MOST_UNREAD",
+        "many as are left": "hosting.completions.MOST_WAITING control.completions.MOST_UNREAD",
         "JSON values of a conversation outside of its texts, and more for each position of the context": (
             "http.weighing.FREE_VALUES http.weighing.VALUES_PER_POSITION"
         ),
@@ -162,7 +162,7 @@ LIMITS: dict[str, dict[str, str]] = {
             "http.weighing.FREE_PARTS http.weighing.POSITIONS_PER_PART"
         ),
         "tools of a request, and characters of the parameters of one": (
-            "http.tool_fields.MOST_TOOLS http.tool_fields.MOST_SCHEMA"
+            "hosting.tool_fields.MOST_TOOLS http.tool_fields.MOST_SCHEMA"
         ),
         "characters of a grammar that is given as JSON text": "rendering.grammar.MAX_WRITTEN",
         "characters of a grammar, and objects within each other in a JSON schema": (
@@ -175,8 +175,8 @@ LIMITS: dict[str, dict[str, str]] = {
         "blanks that begin a line of JSON, and blanks in a row where a structural tag is not JSON": (
             "rendering.structured.json_schema.MOST_INDENT rendering.structured.structural_tags.MOST_BLANKS"
         ),
-        "control tokens that a request lets its texts have": "http.endpoint_fields.MOST_CONTROL_TOKENS",
-        "newest checkpoints among which `GET models` looks for those of a sampler": "http.openai_routes.MOST_LISTED",
+        "control tokens that a request lets its texts have": "hosting.endpoint_fields.MOST_CONTROL_TOKENS",
+        "newest checkpoints among which `GET models` looks for those of a sampler": "hosting.openai_routes.MOST_LISTED",
     },
     "names, sessions and checkpoints": {
         "characters of an id": "types.requests_and_results.LONGEST_ID",
@@ -217,7 +217,7 @@ LIMITS: dict[str, dict[str, str]] = {
             "storage.watched_logs.MOST_BYTES storage.watched_logs.MOST_METRICS storage.watched_logs.LONGEST_METRIC"
         ),
         "ephemeral sampler versions that are listed of a run": "http.progress_routes.MOST_EPHEMERAL",
-        "lines of a log that wait for the disk": "http.log_files.MOST_WAITING",
+        "lines of a log that wait for the disk": "hosting.log_files.MOST_WAITING",
         "characters of an error that is answered": "http.error_responses.LONGEST_MESSAGE",
     },
 }

@@ -87,7 +87,7 @@ class Hosted:
 def run_hosted(scale: Scale, folder: Path, client: Client, measurements: Sequence[Hosted]) -> None:
     """Start one backend with the model in `folder` for all `measurements`; each that fails or takes too long prints its
     error as a line."""
-    from tinker_local.backend.http.server import allow_many_connections, event_loop
+    from tinker_local.backend.hosting.server import allow_many_connections, event_loop
 
     async def run() -> None:
         async with hosted(scale, folder, client) as host:
@@ -116,8 +116,8 @@ async def hosted(scale: Scale, folder: Path, client: Client) -> AsyncIterator[Ho
     """The backend, started, with its HTTP side on a free port."""
     import uvicorn
     from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
-    from tinker_local.backend.http.app import create_app
-    from tinker_local.backend.http.server import bind, url_of
+    from tinker_local.backend.hosting.app import create_app
+    from tinker_local.backend.hosting.server import bind, url_of
 
     model = f"bench/{folder.name}"
     with tempfile.TemporaryDirectory() as data_dir:

@@ -211,7 +211,7 @@ async def measure(
 
 
 def main(arguments: Sequence[str]) -> None:
-    from tinker_local.backend.http.server import event_loop
+    from tinker_local.backend.hosting.server import event_loop
 
     size, model, name, iterations, train, sample, work, way = arguments
     gpus = {side: numbers for side, numbers in (("train", train), ("sample", sample)) if numbers != "-"}

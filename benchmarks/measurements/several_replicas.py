@@ -89,7 +89,7 @@ async def rates(scale: Scale, sampler: Any, replicas: int, tp: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    from tinker_local.backend.http.server import event_loop
+    from tinker_local.backend.hosting.server import event_loop
 
     scale, model, parts = SCALES[arguments[0]], Path(arguments[1]), arguments[4:]
     replicas, tp = map(int, arguments[2:4])

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import httpx
-import tinker_local.backend.http.server as http_server
+import tinker_local.backend.hosting.server as http_server
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 from tinker_local.backend.models.served_models import Engines

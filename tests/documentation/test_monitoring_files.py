@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
-from tinker_local.backend.http.server_metrics import METRICS
+from tinker_local.backend.hosting.server_metrics import METRICS
 
 yaml: Any = pytest.importorskip("yaml")  # which transformers brings
 

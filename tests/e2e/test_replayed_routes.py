@@ -12,7 +12,7 @@ import pytest
 import tinker
 import torch
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
-from tinker_local.backend.http.server import LoopbackServer
+from tinker_local.backend.hosting.server import LoopbackServer
 from tinker_local.backend.tiny_models import make_tiny_text_model
 from tinker_local.backend.training.routes import REPLAYED, Routes
 from tinker_local.backend.training.run.worker import HFTrainer

@@ -20,9 +20,9 @@ from unittest import mock
 import numpy as np
 from PIL import Image
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.hosting.app import create_app
+from tinker_local.backend.hosting.server import LoopbackServer
 from tinker_local.backend.http import bodies, future_routes
-from tinker_local.backend.http.app import create_app
-from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.models.load_engines import load_fake
 from tinker_local.backend.rendering.decoding import ImageError, decode_image
 from tinker_local.types import ApiError

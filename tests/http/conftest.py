@@ -14,11 +14,12 @@ import httpx
 import openai
 import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
-from tinker_local.backend.control.callers import KeyFile
 from tinker_local.backend.control.sessions import now
 from tinker_local.backend.fakes import FakeMemory, FakeModel, FakeRenderer, FakeSampler, FakeText, FakeTrainer
-from tinker_local.backend.http.app import create_app
-from tinker_local.backend.http.server import LoopbackServer
+from tinker_local.backend.hosting.app import create_app
+from tinker_local.backend.hosting.completions import Completions
+from tinker_local.backend.hosting.key_file import KeyFile
+from tinker_local.backend.hosting.server import LoopbackServer
 from tinker_local.backend.models.load_engines import load_fake
 from tinker_local.backend.models.served_models import Engines
 from tinker_local.backend.scheduling.run_queue import GradientCommand
@@ -40,6 +41,13 @@ ADAM = {
     "grad_clip_norm": 0.0,
 }
 PROTOBUF = "application/x-protobuf"
+
+
+def completions_of(server: LoopbackServer) -> Completions:
+    """What answers OpenAI's and Anthropic's clients, after their first request."""
+    app: Any = server._server.config.app
+    found: Completions = app.state.completions
+    return found
 
 
 def datum(tokens: Sequence[int], **inputs: Any) -> Datum:

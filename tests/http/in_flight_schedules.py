@@ -17,7 +17,7 @@ import httpx
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.adapters.adapter import AdapterVersion
 from tinker_local.backend.fakes import FakeMemory, FakeModel, FakeRenderer, FakeSampler, FakeText
-from tinker_local.backend.http.app import create_app
+from tinker_local.backend.hosting.app import create_app
 from tinker_local.backend.models.served_models import Engines
 from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.sampling.replica_pool import ReplicaPool

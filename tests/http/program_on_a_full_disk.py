@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 from tinker_local.backend.backend import InProcessBackend
-from tinker_local.backend.http.app import create_app
+from tinker_local.backend.hosting.app import create_app
 from tinker_local.backend.models.load_engines import load_fake
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.types import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
-from tinker_local.backend.http.app import create_app
+from tinker_local.backend.hosting.app import create_app
 from tinker_local.backend.models.served_models import Engines, ServedModel
 
 from tests.http.conftest import BASE, Api

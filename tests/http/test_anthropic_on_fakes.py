@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 from PIL import Image
-from tinker_local.backend.http.server import LoopbackServer
+from tinker_local.backend.hosting.server import LoopbackServer
 
 MODEL = "fake/bigram"
 GREEDY = {"temperature": 0}

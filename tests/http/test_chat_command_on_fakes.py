@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from PIL import Image
 from tinker_local import client
 from tinker_local.backend.cli.main import main
-from tinker_local.backend.http.server import LoopbackServer
+from tinker_local.backend.hosting.server import LoopbackServer
 
 MODEL = "fake/bigram"
 

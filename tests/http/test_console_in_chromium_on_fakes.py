@@ -15,7 +15,7 @@ from PIL import Image
 from tinker_local import client
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes.fake_model import EOS_ID
-from tinker_local.backend.http.server import LoopbackServer
+from tinker_local.backend.hosting.server import LoopbackServer
 from tinker_local.backend.models.load_engines import load_fake
 
 from tests.conftest import Server

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from tinker_local import client
-from tinker_local.backend.http import console_routes
-from tinker_local.backend.http.console_routes import console_files
+from tinker_local.backend.hosting import console_routes
+from tinker_local.backend.hosting.console_routes import console_files
 
 from tests.conftest import Server
 from tests.http.conftest import StartApi
@@ -57,7 +57,7 @@ async def test_files_have_exact_types_a_strict_policy_and_a_tag_on_fakes(start_a
             assert again.status_code == status
             assert len(again.content) == (0 if status == 304 else len(answer.content))
     assert (await api.http.head("/")).status_code == 200
-    for missing in ("nothing.js", "index.html", "..%2Faccess.py", "%2e%2e/http/access.py"):
+    for missing in ("nothing.js", "index.html", "..%2Fkeys.py", "%2e%2e/hosting/keys.py"):
         assert (await api.http.get(f"/console/{missing}")).status_code == 404
 
 

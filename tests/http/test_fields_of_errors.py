@@ -9,9 +9,9 @@ import httpx
 import pytest
 from PIL import Image
 from pydantic import ValidationError
-from tinker_local.backend.http.anthropic_bodies import MessagesBody
-from tinker_local.backend.http.openai_bodies import ChatBody
-from tinker_local.backend.http.server import LoopbackServer
+from tinker_local.backend.hosting.anthropic_bodies import MessagesBody
+from tinker_local.backend.hosting.openai_bodies import ChatBody
+from tinker_local.backend.hosting.server import LoopbackServer
 from tinker_local.types import user_message
 
 PNG = "data:image/gif;base64,AAAA"

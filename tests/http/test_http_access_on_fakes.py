@@ -10,7 +10,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 from tinker_local.backend.cli.main import main
-from tinker_local.backend.http import access
+from tinker_local.backend.hosting import keys
 
 from tests.http.conftest import Api, StartApi
 
@@ -46,7 +46,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., st
 async def test_request_without_a_key_is_401_before_its_body_is_read_on_fakes(
     start_api: StartApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(access, "FREE_WRONG_KEYS", 1000)
+    monkeypatch.setattr(keys, "FREE_WRONG_KEYS", 1000)
     api = await start_api(api_keys=[KEY, "tml-another-good-key"])
     read = 0
 
@@ -277,7 +277,7 @@ def test_loopback_server_of_a_program_lets_only_its_own_client_in_on_fakes(tmp_p
 
 def test_wrong_keys_of_an_address_wait_longer_and_longer_and_are_forgiven_on_fakes() -> None:
     now = 0.0
-    wrong = access.WrongKeys(lambda: now)
+    wrong = keys.WrongKeys(lambda: now)
     assert [wrong.delay("10.0.0.1") for _ in range(10)] == [0.0] * 10
     assert [wrong.delay("10.0.0.1") for _ in range(3)] == [0.1, 0.2, 0.4]
     assert [wrong.delay("10.0.0.1") for _ in range(1000)][-1] == 5.0
@@ -292,17 +292,17 @@ def test_wrong_keys_of_an_address_wait_longer_and_longer_and_are_forgiven_on_fak
 
 
 def test_of_many_addresses_the_last_are_remembered_on_fakes() -> None:
-    wrong = access.WrongKeys()
-    for number in range(access.MOST_ADDRESSES + 100):
+    wrong = keys.WrongKeys()
+    for number in range(keys.MOST_ADDRESSES + 100):
         wrong.delay(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}")
-    assert len(wrong._seen) == access.MOST_ADDRESSES
+    assert len(wrong._seen) == keys.MOST_ADDRESSES
 
 
 async def test_a_right_key_waits_for_no_wrong_ones_of_its_address_on_fakes(
     start_api: StartApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(access, "MOST_DELAYED", 2)
-    monkeypatch.setattr(access.WrongKeys, "delay", lambda self, address: 3600.0)
+    monkeypatch.setattr(keys, "MOST_DELAYED", 2)
+    monkeypatch.setattr(keys.WrongKeys, "delay", lambda self, address: 3600.0)
     api = await start_api(api_keys=[KEY])
 
     async def ask(key: str) -> httpx.Response:
@@ -331,11 +331,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The addresses of wrong keys and tokens, none of which waits."""
     seen: list[str] = []
 
-    def delay(self: access.WrongKeys, address: str) -> float:
+    def delay(self: keys.WrongKeys, address: str) -> float:
         seen.append(address)
         return 0.0
 
-    monkeypatch.setattr(access.WrongKeys, "delay", delay)
+    monkeypatch.setattr(keys.WrongKeys, "delay", delay)
     return seen
 
 

@@ -9,7 +9,7 @@ import pytest
 import tinker
 from tinker_cookbook import weights
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
-from tinker_local.backend.http.server import LoopbackServer
+from tinker_local.backend.hosting.server import LoopbackServer
 from tinker_local.backend.models.load_engines import load_fake
 
 from tests.http.conftest import Api, StartApi

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinker_local.backend.http import app
+from tinker_local.backend.hosting import app
 from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.types import Datum, ModelInput

@@ -7,11 +7,11 @@ import httpx
 import pytest
 from click.testing import CliRunner
 from tinker_local.backend.cli.main import main
-from tinker_local.backend.http import access
-from tinker_local.backend.http.app import create_app
-from tinker_local.backend.http.forwarded import ForwardedAddress, parse_proxy
-from tinker_local.backend.http.request_logs import Logs
-from tinker_local.backend.http.server import LoopbackServer
+from tinker_local.backend.hosting import keys
+from tinker_local.backend.hosting.app import create_app
+from tinker_local.backend.hosting.forwarded import ForwardedAddress, parse_proxy
+from tinker_local.backend.hosting.request_logs import Logs
+from tinker_local.backend.hosting.server import LoopbackServer
 
 from tests.http.conftest import Api
 
@@ -19,11 +19,11 @@ from tests.http.conftest import Api
 def watch_wrong_keys(monkeypatch: pytest.MonkeyPatch, counted: list[str]) -> None:
     """Add the address of each to `counted`; none waits."""
 
-    def delay(self: access.WrongKeys, address: str) -> float:
+    def delay(self: keys.WrongKeys, address: str) -> float:
         counted.append(address)
         return 0.0
 
-    monkeypatch.setattr(access.WrongKeys, "delay", delay)
+    monkeypatch.setattr(keys.WrongKeys, "delay", delay)
 
 
 async def no_app(*_: Any) -> None:

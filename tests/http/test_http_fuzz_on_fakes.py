@@ -10,7 +10,7 @@ from urllib.parse import quote
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tinker_local.backend.http.app import create_app
+from tinker_local.backend.hosting.app import create_app
 from tinker_local.backend.http.client_routes import REFUSED
 from tinker_local.backend.training.losses import LOSSES
 from tinker_local.types import Datum, ForwardBackwardRequest, ModelInput

@@ -14,12 +14,12 @@ import pytest
 from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 from tinker_local.backend.cli.main import main
-from tinker_local.backend.control.callers import KeyFile
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses
 from tinker_local.backend.control.restore_runs import RestoreRuns
 from tinker_local.backend.exporting import import_adapter
 from tinker_local.backend.fakes import FakeModel
-from tinker_local.backend.http.server import LoopbackServer
+from tinker_local.backend.hosting.key_file import KeyFile
+from tinker_local.backend.hosting.server import LoopbackServer
 from tinker_local.types import InternalError, InvalidRequestError
 
 from tests.http.conftest import BASE, Api, StartApi

@@ -11,9 +11,8 @@ from typing import Any
 import httpx
 import pytest
 from fastapi.routing import APIRoute
-from tinker_local.backend.control import callers
-from tinker_local.backend.control.callers import KeyFile
-from tinker_local.backend.http.app import ANTHROPIC, OPENAI, create_app
+from tinker_local.backend.hosting.app import ANTHROPIC, OPENAI, create_app
+from tinker_local.backend.hosting.key_file import KeyFile
 from tinker_local.backend.http.client_routes import REFUSED
 from tinker_local.types import ForwardBackwardRequest
 from tinker_local.types.codec import encode_forward_backward_request
@@ -379,7 +378,7 @@ async def test_owners_are_kept_over_a_restart_on_fakes(start_api: StartApi, tmp_
 async def test_a_key_is_revoked_and_another_let_in_without_a_restart_on_fakes(
     start_api: StartApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(callers, "REREAD_SECONDS", 0.0)
+    monkeypatch.setattr("tinker_local.backend.hosting.key_file.REREAD_SECONDS", 0.0)
     keys = key_file(tmp_path, f"alice {ALICE}\n")
     api = await start_api(api_keys=keys)
     session = await new_session(api, ALICE)

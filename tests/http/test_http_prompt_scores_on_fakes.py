@@ -10,7 +10,7 @@ import torch
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 from tinker_local.backend.fakes.fake_model import log_softmax
-from tinker_local.backend.http.server import LoopbackServer
+from tinker_local.backend.hosting.server import LoopbackServer
 from tinker_local.backend.models.served_models import Engines
 
 MODEL = FakeModel("fake/bigram")

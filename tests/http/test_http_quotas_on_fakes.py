@@ -15,10 +15,9 @@ import pytest
 import tinker
 from prometheus_client.parser import text_string_to_metric_families
 from tinker_local.backend import BackendOptions
-from tinker_local.backend.control import callers
 from tinker_local.backend.control.session_traces import SessionTraces
+from tinker_local.backend.hosting.keys import Keys
 from tinker_local.backend.http import connections
-from tinker_local.backend.http.access import Keys
 from tinker_local.backend.options import OwnerQuota
 from tinker_local.backend.scheduling.quotas import Amounts, Owners, Quotas
 from tinker_local.backend.storage import storage_quota
@@ -72,7 +71,7 @@ def test_one_owner_may_have_all_and_several_half_each_on_fakes() -> None:
 def test_owners_are_counted_when_the_keys_change_and_not_for_each_request_on_fakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(callers, "REREAD_SECONDS", 0.0)
+    monkeypatch.setattr("tinker_local.backend.hosting.key_file.REREAD_SECONDS", 0.0)
     file = key_file(tmp_path, f"alice {ALICE}\nadmin {ADMIN}\n")
     keys, limits = Keys(file), Quotas(BackendOptions(max_adapters=4))
     limits.owners = keys.owners

@@ -12,10 +12,10 @@ import httpx
 import pytest
 from click.testing import CliRunner
 from tinker_local.backend.cli.main import main
-from tinker_local.backend.http import log_files
-from tinker_local.backend.http.app import create_app
-from tinker_local.backend.http.log_files import LogFile
-from tinker_local.backend.http.request_logs import AUDITED, Logs
+from tinker_local.backend.hosting import log_files
+from tinker_local.backend.hosting.app import create_app
+from tinker_local.backend.hosting.log_files import LogFile
+from tinker_local.backend.hosting.request_logs import AUDITED, Logs
 
 from tests.http.conftest import Api, Clock, StartApi
 from tests.http.test_http_owners_on_fakes import ADMIN, ALICE, BOB, key_file, world

@@ -12,8 +12,8 @@ import pytest
 import tinker
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.control import sampling_clients
+from tinker_local.backend.hosting.server import LoopbackServer
 from tinker_local.backend.http import client_routes
-from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.models.load_engines import load_fake
 
 from tests.http.conftest import Api, StartApi

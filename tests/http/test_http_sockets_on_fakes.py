@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tinker_local.backend.http.listening import bind
+from tinker_local.backend.hosting.listening import bind
 
 
 def test_step_over_a_socket_takes_milliseconds_on_fakes(fake_server: Any) -> None:

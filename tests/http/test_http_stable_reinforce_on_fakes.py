@@ -10,7 +10,7 @@ import tinker
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.control.recorded_samples import RecordedSamples
 from tinker_local.backend.control.session_records import LIFETIME
-from tinker_local.backend.http.server import LoopbackServer
+from tinker_local.backend.hosting.server import LoopbackServer
 from tinker_local.backend.models.load_engines import load_fake
 from tinker_local.backend.training.losses import loss_of
 from tinker_local.types import InvalidRequestError, SampledSequence

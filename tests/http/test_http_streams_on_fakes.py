@@ -21,9 +21,9 @@ from PIL import Image
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.control import completions
 from tinker_local.backend.fakes import FakeModel, FakeSampler, FakeTrainer
+from tinker_local.backend.hosting.server import LoopbackServer
 from tinker_local.backend.http import connections
 from tinker_local.backend.http.sampling_routes import body_limits
-from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.models.load_engines import load_fake
 from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.rendering.rendered_input import RenderedInput
@@ -32,7 +32,7 @@ from tinker_local.backend.scheduling.memory_sharing import MemorySharing, Waking
 from tinker_local.types import InternalError, SampleOutput, SamplingParams, TooManyRequestsError
 
 from tests.conftest import Server
-from tests.http.conftest import StartApi
+from tests.http.conftest import StartApi, completions_of
 
 ROOT = Path(__file__).parents[2]
 MODEL = "fake/bigram"
@@ -127,7 +127,7 @@ def test_a_stream_that_its_client_does_not_read_is_ended_on_fakes(
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         eventually(lambda: model.counts.samples_accepted == 1 or model.counts.samples > 0)
         eventually(lambda: model.counts.samples_accepted == 0)
-        (own,) = backend.completions._owners.values()
+        (own,) = completions_of(server)._owners.values()
         eventually(lambda: not any(name.startswith(own.session_id) for name in list(backend.operations._by_id)))
     server.close()
 
@@ -161,7 +161,7 @@ def test_a_stream_that_waits_for_its_client_beyond_the_bound_ends_with_an_error_
     (model,) = backend.models.distinct()
     with unread(server, stream=True, **HUGE) as slow, client_of(server) as client:
         eventually(lambda: (model.counts.failures.get("user", 0), model.counts.samples_accepted) == (1, 0))
-        unread_bytes = backend.completions._unread.bytes
+        unread_bytes = completions_of(server)._unread.bytes
         assert unread_bytes.total == 0
         # Those that read notice nothing, and this one reads why.
         whole = client.completions.create(model=MODEL, prompt="hi", n=20, max_tokens=100, seed=1)
@@ -189,7 +189,7 @@ def test_an_answer_counts_for_its_owner_until_its_client_has_read_it_on_fakes(tm
         assert len(rest_of(slow)) > 2**21
         eventually(lambda: samples() == 0)
     assert not backend.sampling.in_flight._bytes_by_owner
-    assert backend.completions._unread.bytes.total == 0
+    assert completions_of(server)._unread.bytes.total == 0
     server.close()
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tinker_local.backend.control import callers
-from tinker_local.backend.control.callers import GRACE_SECONDS, KeyFile
-from tinker_local.backend.http.access import Keys
+from tinker_local.backend.hosting import key_file
+from tinker_local.backend.hosting.key_file import GRACE_SECONDS, KeyFile
+from tinker_local.backend.hosting.keys import Keys
 
 from tests.http.conftest import StartApi
 
@@ -33,7 +33,7 @@ class File:
         self.reader = KeyFile(self.path, self.time)
         self.reader._watched = True  # by this
 
-    def look(self, seconds: float = callers.REREAD_SECONDS) -> None:
+    def look(self, seconds: float = key_file.REREAD_SECONDS) -> None:
         self.time.now += seconds
         self.reader.look()
 
@@ -85,7 +85,7 @@ def test_many_wrong_lines_are_told_in_few_on_fakes(file: File, caplog: pytest.Lo
     for _ in range(5):
         file.look()
     assert file.right() == set()
-    assert sum("left out" in record.message for record in caplog.records) == callers.TOLD_LINES + 1
+    assert sum("left out" in record.message for record in caplog.records) == key_file.TOLD_LINES + 1
     assert "997 more lines" in caplog.text
 
 

@@ -16,10 +16,10 @@ import tinker
 from PIL import Image
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeText, FakeTrainer
-from tinker_local.backend.http.server import LoopbackServer
+from tinker_local.backend.hosting.server import LoopbackServer
 from tinker_local.backend.models.served_models import Engines
 
-from tests.http.conftest import WatchedSampler
+from tests.http.conftest import WatchedSampler, completions_of
 
 MODEL = "fake/bigram"
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -584,9 +584,9 @@ def test_errors_have_openais_shape_on_fakes(client: openai.OpenAI, server: Loopb
     assert broken.json()["error"]["type"] == "invalid_request_error"
 
 
-def samples_kept(backend: InProcessBackend) -> int:
+def samples_kept(backend: InProcessBackend, server: LoopbackServer) -> int:
     """Samples of endpoints in flight, and results that a client could still read."""
-    (own,) = backend.completions._owners.values()
+    (own,) = completions_of(server)._owners.values()
     return sum(request_id.startswith(f"{own.session_id}:") for request_id in list(backend.operations._by_id))
 
 
@@ -602,7 +602,7 @@ def test_tokens_come_as_they_are_drawn_and_a_client_that_leaves_frees_its_place_
         next(iter(stream))
         assert model.sample_turns.sequences == 8
         stream.close()
-        eventually(lambda: model.sample_turns.sequences == 0 and not samples_kept(backend))
+        eventually(lambda: model.sample_turns.sequences == 0 and not samples_kept(backend, server))
     finally:
         HeldSampler.hold_drawn.set()
     assert model.counts.samples == before
@@ -617,7 +617,7 @@ def test_a_client_that_gives_up_frees_its_place_on_fakes(
     try:
         with pytest.raises(openai.APITimeoutError):
             client.chat.completions.create(model=MODEL, messages=HI, timeout=0.5)
-        eventually(lambda: model.sample_turns.sequences == 0 and not samples_kept(backend))
+        eventually(lambda: model.sample_turns.sequences == 0 and not samples_kept(backend, server))
     finally:
         held.hold.set()
 
@@ -627,7 +627,7 @@ def test_results_of_endpoints_are_not_kept_on_fakes(
 ) -> None:
     client.chat.completions.create(model=MODEL, messages=HI, max_tokens=2)
     list(client.chat.completions.create(model=MODEL, messages=HI, max_tokens=2, stream=True))
-    eventually(lambda: not samples_kept(backend))
+    eventually(lambda: not samples_kept(backend, server))
 
 
 def test_v1_is_the_same_api_on_fakes(client: openai.OpenAI, server: LoopbackServer) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 from tinker_local import client
-from tinker_local.backend.http.server import LoopbackServer
+from tinker_local.backend.hosting.server import LoopbackServer
 from tinker_local.client import PromptLayout
 from tinker_local.types import InvalidRequestError
 from tinker_local.types.prompt_layout import PICTURE_SIDE, PROMPT_ORDER

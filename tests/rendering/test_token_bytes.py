@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinker_local.backend.http.openai_answers import Asked, Choice, offsets_in
+from tinker_local.backend.hosting.openai_answers import Asked, Choice, offsets_in
 from tinker_local.backend.rendering.hf_text import HFText
 from tinker_local.backend.rendering.rendered_input import ReadPrompt
 from tinker_local.backend.rendering.text import TextSoFar

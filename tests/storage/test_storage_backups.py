@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from tinker_local.backend.cli.main import main
+from tinker_local.backend.hosting.backups import back_up
+from tinker_local.backend.hosting.backups import restore as put_back
 from tinker_local.backend.storage import FolderInUseError, Store
-from tinker_local.backend.storage.backups import back_up
-from tinker_local.backend.storage.backups import restore as put_back
 from tinker_local.backend.storage.records import SessionRecord
 
 from tests.storage.store_states import RUN, START, make_record, make_state, same_tensors
@@ -81,7 +81,7 @@ def test_a_checkpoint_replaced_while_another_is_copied_is_in_the_backup(
                 store.write_checkpoint(record, make_state(number + 10 * hour), overwrite=True)
         return copyfile(source, target)
 
-    monkeypatch.setattr("tinker_local.backend.storage.backups.shutil.copyfile", replace_meanwhile)
+    monkeypatch.setattr("tinker_local.backend.hosting.backups.shutil.copyfile", replace_meanwhile)
     copied = back_up(tmp_path / "data", tmp_path / "backup")
     assert copied.missing == []
     opened = Store(tmp_path / "backup")

@@ -13,7 +13,7 @@ import numpy as np
 import PIL.Image
 import pytest
 from tinker_local.backend.families import family_of
-from tinker_local.backend.http.openai_bodies import ChatBody
+from tinker_local.backend.hosting.openai_bodies import ChatBody
 from tinker_local.backend.models.load_engines import load_renderer
 from tinker_local.backend.rendering.hf_text import HFText
 from tinker_local.backend.tiny_models import make_tiny_vl_model

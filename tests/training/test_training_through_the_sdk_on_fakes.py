@@ -14,7 +14,7 @@ import transformers
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler
-from tinker_local.backend.http.server import LoopbackServer
+from tinker_local.backend.hosting.server import LoopbackServer
 from tinker_local.backend.models.served_models import Engines
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.losses import LOSSES, loss_of

@@ -38,14 +38,14 @@ def test_the_table_of_options_has_every_option_of_serve_that_is_one_of_the_backe
 
 
 NO_LIMITS = {
-    "http.access.MOST_ADDRESSES",  # what the server remembers; older ones are forgotten
-    "http.access.MOST_COUNTED",
-    "http.access.LONGEST_DELAY",  # seconds after which the server does something
+    "hosting.keys.MOST_ADDRESSES",  # what the server remembers; older ones are forgotten
+    "hosting.keys.MOST_COUNTED",
+    "hosting.keys.LONGEST_DELAY",  # seconds after which the server does something
     "models.supervision.LONGEST_PAUSE",
     "scheduling.train_scheduler.LONGEST_WAIT",
-    "http.notices.MOST_FAILURES",  # lines of the terminal; the rest are counted
-    "http.request_logs.MOST_BYTES",
-    "http.request_logs.LONGEST_VALUE",
+    "hosting.notices.MOST_FAILURES",  # lines of the terminal; the rest are counted
+    "hosting.request_logs.MOST_BYTES",
+    "hosting.request_logs.LONGEST_VALUE",
     "scheduling.operations.LONGEST_ERROR",
     "scheduling.run_queue.MOST_REFUSED",
     "scheduling.run_queue.LONGEST_RETRY",

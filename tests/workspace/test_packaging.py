@@ -83,12 +83,12 @@ def test_wheels_hold_py_typed_and_no_init_of_the_namespace(tmp_path: Path) -> No
         names = zipfile.ZipFile(wheel).namelist()
         assert sum(name.endswith("/py.typed") for name in names) == 1, wheel.name
         assert "tinker_local/__init__.py" not in names, wheel.name
-    pages = {path.name for path in (ROOT / "packages/backend/src/tinker_local/backend/http/console").iterdir()}
+    pages = {path.name for path in (ROOT / "packages/backend/src/tinker_local/backend/hosting/console").iterdir()}
     (backend,) = (wheel for wheel in wheels if wheel.name.startswith("tinker_local-"))
     assert {f"tinker_local/backend/cli/requirements-{engine}.txt" for engine in ("cpu", "gpu")} <= set(
         zipfile.ZipFile(backend).namelist()
     )
-    inside = "tinker_local/backend/http/console/"
+    inside = "tinker_local/backend/hosting/console/"
     assert {
         name.removeprefix(inside) for name in zipfile.ZipFile(backend).namelist() if name.startswith(inside)
     } >= pages

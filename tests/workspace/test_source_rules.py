@@ -24,7 +24,7 @@ OTHER_READERS = {"torch.load", "torch.save", "np.load", "numpy.load"}
 EVENT_LOOPS = {"asyncio.run", "asyncio.Runner", "asyncio.new_event_loop", "uvloop.new_event_loop"}
 BEGINNINGS = {
     "backend/cli/serve.py",
-    "backend/http/server.py",
+    "backend/hosting/server.py",
     "backend/process/async_child.py",
     "backend/report/make_report.py",
     "client/train/media.py",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Self
 from tinker_local.backend.control.life_cycle import ControlPlane
 
 if TYPE_CHECKING:
-    from tinker_local.backend.http.server import LoopbackServer
+    from tinker_local.backend.hosting.server import LoopbackServer
 
 
 class InProcessBackend(ControlPlane):
@@ -41,6 +41,6 @@ class InProcessBackend(ControlPlane):
 
     def serve_in_thread(self, host: str = "127.0.0.1", port: int = 0) -> "LoopbackServer":
         """Start this backend behind HTTP in a new thread, for a client in the same process."""
-        from tinker_local.backend.http.server import LoopbackServer  # loads FastAPI and uvicorn
+        from tinker_local.backend.hosting.server import LoopbackServer  # loads FastAPI and uvicorn
 
         return LoopbackServer(self, host, port)

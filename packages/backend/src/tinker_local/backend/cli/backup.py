@@ -9,7 +9,7 @@ from tinker_local.backend.cli.backend_options import data_dir_option
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tinker_local.backend.storage.backups import Copied
+    from tinker_local.backend.hosting.backups import Copied
 
 
 @click.command()
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 )
 def backup(data_dir: Path, to: Path) -> None:
     """Copy the database and all checkpoints, while a server runs or not."""
-    from tinker_local.backend.storage.backups import back_up
+    from tinker_local.backend.hosting.backups import back_up
 
     _copy(back_up, data_dir, to)
 
@@ -38,7 +38,7 @@ def backup(data_dir: Path, to: Path) -> None:
 @data_dir_option("The server's folder for checkpoints and metadata.")
 def restore(source: Path, data_dir: Path) -> None:
     """Copy a backup into a data folder that has neither a database nor checkpoints."""
-    from tinker_local.backend.storage.backups import restore as put_back
+    from tinker_local.backend.hosting.backups import restore as put_back
 
     _copy(put_back, source, data_dir)
 

@@ -187,7 +187,7 @@ def _data_folder(folder: Path) -> Finding:
 
 
 def _port(host: str, port: int) -> Finding:
-    from tinker_local.backend.http.listening import bind
+    from tinker_local.backend.hosting.listening import bind
 
     try:
         bind(host, port).close()

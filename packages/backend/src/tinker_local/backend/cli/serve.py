@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from rich.console import Console
     from tinker_local.backend.cli.terminal_log import TerminalLog
     from tinker_local.backend.cli.working import Bar
-    from tinker_local.backend.control.callers import KeyFile
-    from tinker_local.backend.http.forwarded import Network
-    from tinker_local.backend.http.log_files import LogFile
-    from tinker_local.backend.http.request_logs import Logs
+    from tinker_local.backend.hosting.forwarded import Network
+    from tinker_local.backend.hosting.key_file import KeyFile
+    from tinker_local.backend.hosting.log_files import LogFile
+    from tinker_local.backend.hosting.request_logs import Logs
 
 
 def read_keys(path: Path) -> "KeyFile":
     """The API keys of a file, and who has them."""
-    from tinker_local.backend.control.callers import KeyFile
+    from tinker_local.backend.hosting.key_file import KeyFile
 
     try:
         keys = KeyFile(path)
@@ -46,7 +46,7 @@ def read_keys(path: Path) -> "KeyFile":
 
 
 def _proxy(text: str) -> "Network":
-    from tinker_local.backend.http.forwarded import parse_proxy
+    from tinker_local.backend.hosting.forwarded import parse_proxy
 
     return parse_proxy(text)
 
@@ -62,8 +62,8 @@ class ServerLogs:
     @property
     def of_requests(self) -> "Logs":
         """What gets each request and each change: the files, and the log on standard error."""
-        from tinker_local.backend.http.notices import tell_change, tell_request
-        from tinker_local.backend.http.request_logs import Logs
+        from tinker_local.backend.hosting.notices import tell_change, tell_request
+        from tinker_local.backend.hosting.request_logs import Logs
 
         access, audit = ([] if file is None else [file.write] for file in (self.access, self.audit))
         return Logs([*access, tell_request], [*audit, tell_change])
@@ -83,8 +83,8 @@ def open_logs(
     """The logs of requests, each in the file of its option (two options may name one file), and standard error, above
     `bar`, for warnings, for what the server tells its operator, and if `verbose` for more."""
     from tinker_local.backend.cli.terminal_log import TerminalLog
-    from tinker_local.backend.http.log_files import LogFile
-    from tinker_local.backend.http.notices import NOTICES
+    from tinker_local.backend.hosting.log_files import LogFile
+    from tinker_local.backend.hosting.notices import NOTICES
 
     opened: dict[str, LogFile] = {}
     for option, path in files.items():
@@ -221,7 +221,7 @@ def serve(
 def _tell_unused(context: click.Context) -> None:
     """Warn of an option that was given and changes nothing here."""
     from tinker_local.backend.heap import memory_of_gpus
-    from tinker_local.backend.http.notices import NOTICES
+    from tinker_local.backend.hosting.notices import NOTICES
 
     of_gpus = "gpu_memory_utilization"
     if context.get_parameter_source(of_gpus) != click.core.ParameterSource.DEFAULT and not memory_of_gpus():
@@ -235,7 +235,7 @@ def _tell_unused(context: click.Context) -> None:
 def _check(models: Sequence[ModelSource], options: BackendOptions, fake: bool) -> None:
     """Reject what cannot work before loading anything, and tell what will not work well."""
     from tinker_local.backend.cli.check_command import check_machine, check_model
-    from tinker_local.backend.http.notices import NOTICES
+    from tinker_local.backend.hosting.notices import NOTICES
     from tinker_local.backend.models.served_models import by_path
 
     try:
@@ -265,9 +265,9 @@ def _serve(
     bar: "Bar | None",
 ) -> None:
     from tinker_local.backend.backend import InProcessBackend
-    from tinker_local.backend.http.listening import bind, url_of
-    from tinker_local.backend.http.notices import NOTICES, Notices
-    from tinker_local.backend.http.server import allow_many_connections, event_loop, let_threads_alternate, run
+    from tinker_local.backend.hosting.listening import bind, url_of
+    from tinker_local.backend.hosting.notices import NOTICES, Notices
+    from tinker_local.backend.hosting.server import allow_many_connections, event_loop, let_threads_alternate, run
     from tinker_local.backend.models.load_engines import load_fake
     from tinker_local.types import ApiError
 

@@ -7,7 +7,7 @@ import logging
 import time
 
 from tinker_local.backend.cli.working import ERASE, Bar
-from tinker_local.backend.http.log_files import Line, LogFile, as_json
+from tinker_local.backend.hosting.log_files import Line, LogFile, as_json
 
 STDERR = 2
 

@@ -12,7 +12,6 @@ from typing import Any
 from tinker_local.backend.control.autosaves import Autosaves
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses
 from tinker_local.backend.control.checkpoints import Checkpoints
-from tinker_local.backend.control.completions import Completions
 from tinker_local.backend.control.exports import Exports
 from tinker_local.backend.control.imports import Imports
 from tinker_local.backend.control.load_weights import LoadWeights
@@ -60,9 +59,9 @@ class ControlPlane:
     """The life cycle, and the parts that it starts:
 
     `sessions`: create, heartbeat, finish, list, search. `runs`: training runs, created and ended. `training`: the
-    commands of a run. `sampling`: sampling sessions and samples. `completions`: samples of callers that name a
-    model and send text. `checkpoints`: look-up, expiry, deletion, copies. `imports`: adapters that were trained
-    elsewhere. `exports`: signed downloads. `curves`: what each run has done. `operations`: by request id.
+    commands of a run. `sampling`: sampling sessions and samples. `checkpoints`: look-up, expiry, deletion,
+    copies. `imports`: adapters that were trained elsewhere. `exports`: signed downloads. `curves`: what each run has
+    done. `operations`: by request id.
     `lost_requests`: why an operation is not there. `traces`: where a session's time went. `models`: the base models.
     """
 
@@ -137,7 +136,6 @@ class ControlPlane:
             options, self.quotas, self.store, versions, self.models, self.sessions, self.operations, uses, self._clock
         )
         self._closing.push_async_callback(self.sampling.targets.close)
-        self.completions = Completions(self.sessions, self.sampling, self.operations)
         self.runs = TrainingRuns(options, self.quotas, self.store, self.models, self.sessions, self.operations)
         self.autosaves = Autosaves(
             options, self.store, self.runs, lambda path: self.on_own_change("save checkpoint", path)

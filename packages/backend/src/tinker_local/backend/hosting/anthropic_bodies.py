@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
-from tinker_local.backend.http.endpoint_fields import (
+from tinker_local.backend.hosting.endpoint_fields import (
     ControlTokens,
     Image,
     Label,
@@ -15,8 +15,8 @@ from tinker_local.backend.http.endpoint_fields import (
     image_of,
     only,
 )
-from tinker_local.backend.http.grammar_fields import OutputConfig
-from tinker_local.backend.http.tool_fields import CallId, ClientTool, ClientToolChoice, ToolName, offer
+from tinker_local.backend.hosting.grammar_fields import OutputConfig
+from tinker_local.backend.hosting.tool_fields import CallId, ClientTool, ClientToolChoice, ToolName, offer
 from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.text import ChatMessage, Part, ToolCall
 from tinker_local.backend.rendering.tools import OfferedTools

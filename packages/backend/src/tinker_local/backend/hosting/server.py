@@ -14,13 +14,13 @@ from typing import Any
 
 import uvicorn
 import uvloop
-from tinker_local.backend.control.callers import KeyFile
 from tinker_local.backend.control.life_cycle import ControlPlane
-from tinker_local.backend.http.app import create_app
+from tinker_local.backend.hosting.app import create_app
+from tinker_local.backend.hosting.forwarded import Network
+from tinker_local.backend.hosting.key_file import KeyFile
+from tinker_local.backend.hosting.listening import bind, url_of
+from tinker_local.backend.hosting.request_logs import Logs
 from tinker_local.backend.http.connections import MAX_CONNECTIONS, SPARE_FILES, bounded_http, most_connections
-from tinker_local.backend.http.forwarded import Network
-from tinker_local.backend.http.listening import bind, url_of
-from tinker_local.backend.http.request_logs import Logs
 
 
 def allow_many_connections() -> str | None:

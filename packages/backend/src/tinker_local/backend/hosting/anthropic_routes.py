@@ -9,15 +9,14 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from tinker_local.backend.control.completions import Answer, Named
-from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.control.sample_prompts import Prompt
+from tinker_local.backend.hosting.anthropic_bodies import Conversation, MessagesBody
+from tinker_local.backend.hosting.completions import Answer, Completions, Named
+from tinker_local.backend.hosting.event_stream import WholeAnswer, begun, event, unless_left
+from tinker_local.backend.hosting.openai_answers import prompt_fields, whole
+from tinker_local.backend.hosting.openai_routes import Texts, conversation_limits, model_of
 from tinker_local.backend.http.access import Backend
-from tinker_local.backend.http.anthropic_bodies import Conversation, MessagesBody
 from tinker_local.backend.http.bodies import BODY_BYTES, parse
-from tinker_local.backend.http.event_stream import WholeAnswer, begun, event, unless_left
-from tinker_local.backend.http.openai_answers import prompt_fields, whole
-from tinker_local.backend.http.openai_routes import conversation_limits, model_of
 from tinker_local.backend.rendering.tools import CallPiece, OfferedTools, Reply, ReplyForm, ReplyPiece
 from tinker_local.backend.threads import ENCODING
 from tinker_local.types import SampleOutput
@@ -29,22 +28,22 @@ Json = dict[str, Any]
 
 
 @router.post("/messages/count_tokens")
-async def count_tokens(request: Request, backend: Backend) -> Json:
+async def count_tokens(request: Request, backend: Backend, texts: Texts) -> Json:
     body = await parse(request, Conversation, *conversation_limits(backend))
-    named = await model_of(request, backend, body.model)
-    with backend.completions.accepted(named, request.scope[BODY_BYTES]):
-        prompt, _ = await _asked(backend, body, named)
-        return {"input_tokens": (await backend.completions.read(named, prompt)).token_ids.size}
+    named = await model_of(request, texts, body.model)
+    with texts.accepted(named, request.scope[BODY_BYTES]):
+        prompt, _ = await _asked(texts, body, named)
+        return {"input_tokens": (await texts.read(named, prompt)).token_ids.size}
 
 
 @router.post("/messages")
-async def messages(request: Request, backend: Backend) -> Response:
+async def messages(request: Request, backend: Backend, texts: Texts) -> Response:
     body = await parse(request, MessagesBody, *conversation_limits(backend))
-    named = await model_of(request, backend, body.model)
-    with backend.completions.accepted(named, request.scope[BODY_BYTES]):
-        prompt, offered = await _asked(backend, body, named)
-        form = None if offered is None else await backend.completions.form(named, offered)
-    answer = await backend.completions.sample(
+    named = await model_of(request, texts, body.model)
+    with texts.accepted(named, request.scope[BODY_BYTES]):
+        prompt, offered = await _asked(texts, body, named)
+        form = None if offered is None else await texts.form(named, offered)
+    answer = await texts.sample(
         named,
         [prompt],
         body.params(),
@@ -65,9 +64,9 @@ async def messages(request: Request, backend: Backend) -> Response:
     return WholeAnswer(content, answer.close)
 
 
-async def _asked(backend: ControlPlane, body: Conversation, named: Named) -> tuple[Prompt, OfferedTools | None]:
+async def _asked(texts: Completions, body: Conversation, named: Named) -> tuple[Prompt, OfferedTools | None]:
     """The prompt, and the tools that it offers."""
-    return await backend.completions.chat_prompt(
+    return await texts.chat_prompt(
         named, body, {}, go_on=body.goes_on, as_tokens=body.control_tokens, no_thoughts=False
     )
 

@@ -3,7 +3,7 @@
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
-from tinker_local.backend.http.endpoint_fields import Label, Unsupported, only
+from tinker_local.backend.hosting.endpoint_fields import Label, Unsupported, only
 from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.types import Frozen
 from tinker_local.types.base import TupleOf

@@ -8,8 +8,8 @@ part of the Tinker API.
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from tinker_local.backend.heap import memory_in_use
+from tinker_local.backend.hosting.server_metrics import Collected, Reading
 from tinker_local.backend.http.access import Backend, sees_all
-from tinker_local.backend.http.server_metrics import Collected, Reading
 from tinker_local.types import PermissionDeniedError
 
 router = APIRouter(tags=["metrics"])

@@ -16,8 +16,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinker_local.backend.control.callers import Caller
 from tinker_local.backend.control.life_cycle import ControlPlane
+from tinker_local.backend.hosting.log_files import Line
 from tinker_local.backend.http.access import BODY, CALLER, NAMED_MODEL
-from tinker_local.backend.http.log_files import Line
 from tinker_local.backend.scheduling.operations import Operation, owner_of
 
 _CHECKPOINT = "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}"

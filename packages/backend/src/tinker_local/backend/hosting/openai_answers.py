@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from tinker_local.backend.control.completions import Answer, Named
-from tinker_local.backend.http.event_stream import event
-from tinker_local.backend.http.openai_bodies import Body, ChatBody, CompletionBody
+from tinker_local.backend.hosting.completions import Answer, Named
+from tinker_local.backend.hosting.event_stream import event
+from tinker_local.backend.hosting.openai_bodies import Body, ChatBody, CompletionBody
 from tinker_local.backend.rendering.rendered_input import ReadPrompt
 from tinker_local.backend.rendering.text import TextCodec
 from tinker_local.backend.rendering.tools import Reply, ReplyForm, ReplyPiece

@@ -13,7 +13,7 @@ from typing import Any
 
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.heap import MemoryInUse, memory_in_use
-from tinker_local.backend.http.log_files import Line
+from tinker_local.backend.hosting.log_files import Line
 from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.types import GoneError
 

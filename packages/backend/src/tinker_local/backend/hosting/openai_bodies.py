@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
-from tinker_local.backend.http.endpoint_fields import (
+from tinker_local.backend.hosting.endpoint_fields import (
     ControlTokens,
     Image,
     Label,
@@ -16,8 +16,8 @@ from tinker_local.backend.http.endpoint_fields import (
     image_at,
     only,
 )
-from tinker_local.backend.http.grammar_fields import ResponseFormat, StructuredOutputs, TextFormat
-from tinker_local.backend.http.tool_fields import CallId, FunctionTool, MessageCall, NamedFunction, ToolChoice, offer
+from tinker_local.backend.hosting.grammar_fields import ResponseFormat, StructuredOutputs, TextFormat
+from tinker_local.backend.hosting.tool_fields import CallId, FunctionTool, MessageCall, NamedFunction, ToolChoice, offer
 from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.text import ChatMessage, TemplateValue
 from tinker_local.backend.rendering.tools import OfferedTools

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from tinker_local.backend.http.endpoint_fields import Label
+from tinker_local.backend.hosting.endpoint_fields import Label
 from tinker_local.backend.rendering.grammar import Grammar, check_nesting
 from tinker_local.backend.rendering.text import ToolCall
 from tinker_local.backend.rendering.tools import OfferedTools, Tool

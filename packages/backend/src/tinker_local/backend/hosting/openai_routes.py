@@ -2,18 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, cast
 
-from fastapi import APIRouter, Request, Response
-from tinker_local.backend.control.completions import Named, parse_model
+from fastapi import APIRouter, Depends, Request, Response
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.control.sample_prompts import Prompt
+from tinker_local.backend.hosting.completions import Completions, Named, parse_model
+from tinker_local.backend.hosting.event_stream import WholeAnswer, begun, unless_left
+from tinker_local.backend.hosting.openai_answers import MAX_CELLS, MAX_ECHOED, Asked, events, whole_answer
+from tinker_local.backend.hosting.openai_bodies import Body, ChatBody, ChatPrompt, CompletionBody
 from tinker_local.backend.http.access import NAMED_MODEL, Backend, ToList, caller_of, check_readable
 from tinker_local.backend.http.bodies import BODY_BYTES, parse
 from tinker_local.backend.http.bodies import Body as SentBody
-from tinker_local.backend.http.event_stream import WholeAnswer, begun, unless_left
-from tinker_local.backend.http.openai_answers import MAX_CELLS, MAX_ECHOED, Asked, events, whole_answer
-from tinker_local.backend.http.openai_bodies import Body, ChatBody, ChatPrompt, CompletionBody
 from tinker_local.backend.http.sampling_routes import body_limits
 from tinker_local.backend.http.weighing import check_conversation
 from tinker_local.backend.rendering.tools import OfferedTools, ReplyForm
@@ -26,6 +26,18 @@ router = APIRouter(tags=["openai"])
 
 MOST_LISTED = 1000
 """Checkpoints that `GET models` looks at, the newest."""
+
+
+async def _completions(request: Request) -> Completions:
+    """Made with the first request: an app may be made before its backend has started."""
+    state = request.app.state
+    if not hasattr(state, "completions"):
+        backend = cast(ControlPlane, state.backend)
+        state.completions = Completions(backend.sessions, backend.sampling, backend.operations)
+    return cast(Completions, state.completions)
+
+
+Texts = Annotated[Completions, Depends(_completions)]
 
 
 @router.get("/models")
@@ -43,10 +55,10 @@ async def models(backend: Backend, owned: ToList) -> dict[str, Any]:
 
 
 @router.get("/models/{name:path}")
-async def model(name: str, request: Request, backend: Backend) -> dict[str, Any]:
+async def model(name: str, request: Request, backend: Backend, texts: Texts) -> dict[str, Any]:
     """A model by any name that a request may give, also a version that is in memory alone. `prompt_layout`: how the
     program that trained it puts pictures into prompts, if it said so."""
-    await model_of(request, backend, name)
+    await model_of(request, texts, name)
     _, path = parse_model(name)
     if path is None:
         return _model(name, None)
@@ -66,18 +78,18 @@ def _model(name: str, record: CheckpointRecord | None) -> dict[str, Any]:
 
 
 @router.post("/chat/completions")
-async def chat_completions(request: Request, backend: Backend) -> Response:
+async def chat_completions(request: Request, backend: Backend, texts: Texts) -> Response:
     body = await parse(request, ChatBody, *conversation_limits(backend))
-    named = await model_of(request, backend, body.model)
-    with backend.completions.accepted(named, request.scope[BODY_BYTES]):
-        prompt, offered = await chat_prompt(backend, named, body)
-        form = None if offered is None else await backend.completions.form(named, offered)
-    return await _answered(request, backend, body, named, [prompt], form)
+    named = await model_of(request, texts, body.model)
+    with texts.accepted(named, request.scope[BODY_BYTES]):
+        prompt, offered = await chat_prompt(texts, named, body)
+        form = None if offered is None else await texts.form(named, offered)
+    return await _answered(request, backend, texts, body, named, [prompt], form)
 
 
-async def chat_prompt(backend: ControlPlane, named: Named, body: ChatPrompt) -> tuple[Prompt, OfferedTools | None]:
+async def chat_prompt(texts: Completions, named: Named, body: ChatPrompt) -> tuple[Prompt, OfferedTools | None]:
     """The prompt of a conversation, and the tools that it offers."""
-    return await backend.completions.chat_prompt(
+    return await texts.chat_prompt(
         named,
         body,
         body.chat_template_kwargs or {},
@@ -93,27 +105,27 @@ def conversation_limits(backend: ControlPlane) -> tuple[int, int, Callable[[Sent
 
 
 @router.post("/completions")
-async def completions(request: Request, backend: Backend) -> Response:
+async def completions(request: Request, backend: Backend, texts: Texts) -> Response:
     body = await parse(request, CompletionBody, *body_limits(backend))
-    named = await model_of(request, backend, body.model)
+    named = await model_of(request, texts, body.model)
     most = backend.options.max_num_samples
     if len(body.prompt) > most:
         raise InvalidRequestError(f"prompt: {len(body.prompt)} prompts are more than this server's {most}")
     several = len(body.prompt) > 1
-    with backend.completions.accepted(named, request.scope[BODY_BYTES]):
+    with texts.accepted(named, request.scope[BODY_BYTES]):
         prompts = [
-            await backend.completions.text_prompt(named, prompt, f"prompt[{at}]" if several else "prompt")
+            await texts.text_prompt(named, prompt, f"prompt[{at}]" if several else "prompt")
             for at, prompt in enumerate(body.prompt)
         ]
-    return await _answered(request, backend, body, named, prompts)
+    return await _answered(request, backend, texts, body, named, prompts)
 
 
-async def model_of(request: Request, backend: ControlPlane, name: str) -> Named:
+async def model_of(request: Request, texts: Completions, name: str) -> Named:
     """The model that a request names, if its caller may read it."""
     request.scope[NAMED_MODEL] = {"model": name}
     _, path = parse_model(name)
     as_public = path is not None and await check_readable(request, "model", path, None) == "public"
-    named = await backend.completions.named(caller_of(request), name, read_as_public=as_public)
+    named = await texts.named(caller_of(request), name, read_as_public=as_public)
     request.scope[NAMED_MODEL]["session_id"] = named.session.record.session_id
     if not named.first:
         del request.scope[NAMED_MODEL]
@@ -123,6 +135,7 @@ async def model_of(request: Request, backend: ControlPlane, name: str) -> Named:
 async def _answered(
     request: Request,
     backend: ControlPlane,
+    texts: Completions,
     body: Body,
     named: Named,
     prompts: Sequence[Prompt],
@@ -149,7 +162,7 @@ async def _answered(
         raise InvalidRequestError(
             f"n: {asked.num_samples} for {len(prompts)} prompts is more than this server's {most}"
         )
-    answer = await backend.completions.sample(
+    answer = await texts.sample(
         named,
         prompts,
         body.params(),

@@ -7,37 +7,33 @@ from types import ModuleType
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute
-from tinker_local.backend.control.callers import KeyFile
 from tinker_local.backend.control.life_cycle import ControlPlane
-from tinker_local.backend.http import (
+from tinker_local.backend.hosting import (
     anthropic_routes,
+    console_routes,
+    metrics_routes,
+    openai_routes,
+    tokenize_routes,
+)
+from tinker_local.backend.hosting.forwarded import ForwardedAddress, Network
+from tinker_local.backend.hosting.key_file import KeyFile
+from tinker_local.backend.hosting.keys import Keys, RequireKey, WrongKeys
+from tinker_local.backend.hosting.request_logs import Logs, RequestLogs
+from tinker_local.backend.http import (
     checkpoint_routes,
     client_routes,
-    console_routes,
     download_routes,
     error_responses,
     future_routes,
     import_routes,
-    metrics_routes,
-    openai_routes,
     progress_routes,
     sampling_routes,
     session_routes,
-    tokenize_routes,
     tokenizer_routes,
     training_routes,
 )
-from tinker_local.backend.http.access import (
-    Keys,
-    RequireKey,
-    RequireOwnMachine,
-    RequireReady,
-    WrongKeys,
-    check_own_path,
-)
+from tinker_local.backend.http.access import RequireOwnMachine, RequireReady, check_own_path
 from tinker_local.backend.http.delivery import Delivery
-from tinker_local.backend.http.forwarded import ForwardedAddress, Network
-from tinker_local.backend.http.request_logs import Logs, RequestLogs
 
 ROUTES = (
     client_routes,
