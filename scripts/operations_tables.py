@@ -154,7 +154,7 @@ LIMITS: dict[str, dict[str, str]] = {
         "logprobs in an answer that is not streamed": "hosting.openai_answers.MAX_CELLS",
         "tokens of prompts in an answer": "hosting.openai_answers.MAX_ECHOED",
         "bytes of tokens and logprobs that wait for the client of a stream, and for those of all; an owner may have as "
-        "many as are left": "hosting.completions.MOST_WAITING control.completions.MOST_UNREAD",
+        "many as are left": "hosting.completions.MOST_WAITING hosting.completions.MOST_UNREAD",
         "JSON values of a conversation outside of its texts, and more for each position of the context": (
             "http.weighing.FREE_VALUES http.weighing.VALUES_PER_POSITION"
         ),
@@ -162,7 +162,7 @@ LIMITS: dict[str, dict[str, str]] = {
             "http.weighing.FREE_PARTS http.weighing.POSITIONS_PER_PART"
         ),
         "tools of a request, and characters of the parameters of one": (
-            "hosting.tool_fields.MOST_TOOLS http.tool_fields.MOST_SCHEMA"
+            "hosting.tool_fields.MOST_TOOLS hosting.tool_fields.MOST_SCHEMA"
         ),
         "characters of a grammar that is given as JSON text": "rendering.grammar.MAX_WRITTEN",
         "characters of a grammar, and objects within each other in a JSON schema": (

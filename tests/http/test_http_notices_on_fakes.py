@@ -15,11 +15,11 @@ from typing import Any
 import httpx
 import pytest
 from tinker_local.backend.cli.terminal_log import as_text
+from tinker_local.backend.hosting import listening, notices, server
 from tinker_local.backend.hosting.app import create_app
 from tinker_local.backend.hosting.log_files import LogFile
 from tinker_local.backend.hosting.notices import NOTICES, Notices, tell_change, tell_request
 from tinker_local.backend.hosting.request_logs import Logs
-from tinker_local.backend.http import listening, notices, server
 
 from tests.http.conftest import Api, StartApi
 

@@ -19,8 +19,8 @@ import openai
 import pytest
 from PIL import Image
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
-from tinker_local.backend.control import completions
 from tinker_local.backend.fakes import FakeModel, FakeSampler, FakeTrainer
+from tinker_local.backend.hosting import completions
 from tinker_local.backend.hosting.server import LoopbackServer
 from tinker_local.backend.http import connections
 from tinker_local.backend.http.sampling_routes import body_limits

@@ -591,7 +591,7 @@ def samples_kept(backend: InProcessBackend, server: LoopbackServer) -> int:
 
 
 def test_tokens_come_as_they_are_drawn_and_a_client_that_leaves_frees_its_place_on_fakes(
-    client: openai.OpenAI, backend: InProcessBackend, eventually: Callable[..., None]
+    client: openai.OpenAI, backend: InProcessBackend, server: LoopbackServer, eventually: Callable[..., None]
 ) -> None:
     (model,) = backend.models.distinct()
     before = model.counts.samples
@@ -609,7 +609,7 @@ def test_tokens_come_as_they_are_drawn_and_a_client_that_leaves_frees_its_place_
 
 
 def test_a_client_that_gives_up_frees_its_place_on_fakes(
-    client: openai.OpenAI, backend: InProcessBackend, eventually: Callable[..., None]
+    client: openai.OpenAI, backend: InProcessBackend, server: LoopbackServer, eventually: Callable[..., None]
 ) -> None:
     (model,) = backend.models.distinct()
     held: Any = model.engines.sampler._sampler  # type: ignore[attr-defined]
@@ -623,7 +623,7 @@ def test_a_client_that_gives_up_frees_its_place_on_fakes(
 
 
 def test_results_of_endpoints_are_not_kept_on_fakes(
-    client: openai.OpenAI, backend: InProcessBackend, eventually: Callable[..., None]
+    client: openai.OpenAI, backend: InProcessBackend, server: LoopbackServer, eventually: Callable[..., None]
 ) -> None:
     client.chat.completions.create(model=MODEL, messages=HI, max_tokens=2)
     list(client.chat.completions.create(model=MODEL, messages=HI, max_tokens=2, stream=True))

@@ -36,7 +36,6 @@ from tinker_local.backend.scheduling.result_memory import ResultMemory
 from tinker_local.backend.scheduling.run_queue import total
 from tinker_local.backend.storage.curves import Curves
 from tinker_local.backend.storage.model_paths import record_model_paths
-from tinker_local.backend.storage.records import LOCAL_OWNER
 from tinker_local.backend.storage.result_files import ResultFiles
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.storage.versions import VersionFolders
@@ -299,7 +298,7 @@ class ControlPlane:
         stored = await DATABASE.run(self.store.quota.used)
         in_flight, ephemeral, live = self.sampling.in_flight, self.sampling.ephemeral, self.runs.all_live()
         busy = {*in_flight.owners(), *ephemeral.owners(), *(run.owner for run in live)}
-        owners = {*self.quotas.owners().names, *stored, *busy} or {LOCAL_OWNER}
+        owners = {*self.quotas.owners().names, *stored, *busy}
         found = {}
         for owner in sorted(owners):
             runs = self.runs.of_owner(owner)

@@ -74,7 +74,8 @@ def create_app(
     app.state.backend = backend
     app.state.keys = keys = Keys(api_keys)
     app.state.wrong_keys = wrong = WrongKeys()
-    backend.quotas.owners = keys.owners
+    if isinstance(api_keys, KeyFile):
+        backend.quotas.owners = api_keys.owners
     backend.key_problem = lambda: keys.problem
     error_responses.install(app)
     app.add_middleware(Delivery)

@@ -16,7 +16,7 @@ from tinker_local.backend.http import error_responses
 from tinker_local.backend.http.access import ACCESS_TOKEN, CALLER, address_in, open_to_all
 from tinker_local.backend.http.connections import most_connections
 from tinker_local.backend.http.error_responses import api_of
-from tinker_local.backend.scheduling.quotas import Owners
+from tinker_local.backend.scheduling.quotas import ONE_OWNER, Owners
 from tinker_local.backend.threads import Ledger, acting_for
 from tinker_local.types import (
     ApiError,
@@ -28,8 +28,6 @@ from tinker_local.types import (
 )
 
 R = TypeVar("R", CopyWeightsRequest, LoadWeightsRequest)
-
-_ONE_OWNER = Owners({LOCAL.owner})
 
 
 class Keys:
@@ -55,7 +53,7 @@ class Keys:
 
     def owners(self) -> Owners:
         """Who has a key."""
-        return _ONE_OWNER if self._file is None else self._file.owners()
+        return ONE_OWNER if self._file is None else self._file.owners()
 
     def knows(self, token: str | None) -> bool:
         """Whether an access token is a key of this server, or was not given.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 
 from tinker_local.backend.options import BackendOptions, OwnerQuota
 from tinker_local.backend.sampling.prompt_scores import MAX_CELLS
-from tinker_local.backend.storage.records import ADMIN
+from tinker_local.backend.storage.records import ADMIN, LOCAL_OWNER
 from tinker_local.backend.threads import Ledger
 from tinker_local.types import EncodedTextChunk, ImageChunk, SampleRequest, TooManyRequestsError
 
@@ -54,6 +54,10 @@ class Owners:
         return self._several and owner != ADMIN
 
 
+ONE_OWNER = Owners({LOCAL_OWNER})
+"""Of a server without a key file."""
+
+
 class Quotas:
     """The limits of `options`.
 
@@ -75,7 +79,7 @@ class Quotas:
             samples=options.max_queued_samples_per_session,
             ephemeral_bytes=options.max_ephemeral_bytes_per_session,
         )
-        self.owners: Callable[[], Owners] = Owners
+        self.owners: Callable[[], Owners] = lambda: ONE_OWNER
         self.disk_bytes = math.inf
         # Those by name come last.
         self._given: Sequence[OwnerQuota] = sorted(options.quotas, key=lambda given: given.owner is not None)
