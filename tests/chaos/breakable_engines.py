@@ -67,8 +67,9 @@ def breakable_trainer(make: Callable[..., Any], *seat: Any) -> Any:
 
 
 def breakable_sampler(make: Callable[..., Any], first: int, *seat: Any) -> Any:
-    """A sampler whose requests fail, and whose process ends while weights move; a hang is one of its process's event loop. Its processes have numbers from `first`
-    on: one, or with a `SamplerSeat` those of its ranks, the first of which gets the requests."""
+    """A sampler whose requests fail, and whose process ends while weights move; a hang is one of its process's event
+    loop. Its processes have numbers from `first` on: one, or with a `SamplerSeat` those of its ranks, the first of
+    which gets the requests."""
     rank = seat[0].rank if seat else 0
     sampler = noted("sampler", first + rank, partial(make, *seat))
     if rank:

@@ -1,9 +1,8 @@
-"""Users whose samples run while they train, on weights that move: the text itself tells which weights drew each token."""
+"""Users whose samples run while they train, on weights that move: the text tells which weights drew each token."""
 
 import itertools
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from tinker_local.types import Datum, ModelInput
@@ -23,8 +22,8 @@ ALLOWED = re.compile(
     r"the server was (restarted|stopped)|there is no session|injected by the chaos run|"
     r"the second time that this request was in it|which weights drew \S+ is not known"
 )
-"""Why a sample may fail: its session went with a server, a fault was raised in it or in the check of its weights, it
-was in a process that ended twice. An engine that ends is no reason, be it in a change of weights."""
+"""Why a sample may fail: its session went with a server, a fault was raised in it or in the check of its weights, or it
+was in a process that ended for the second time. One end of an engine is no reason, not even in a change of weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,8 @@ class MovesWeights(User):
     """An asynchronous loop: samples of new and older in-flight clients run while its run learns another word and saves,
     up to three times in a row. Sometimes it vanishes in the middle, without an end of its session.
 
-    A run that lost a step or the answer of a save is given up, but its samples are not: whatever becomes of the trainer,
-    each token must be of the version that it is said to be, and of none before that of its client.
+    A run that lost a step or the answer of a save is given up, but its samples are not. Whatever becomes of the
+    trainer, each token must be of the version that it is said to be, and of none before that of its client.
     """
 
     def __init__(self, url: str, served: Served, seed: int, owner: Owner, ledger: Ledger) -> None:

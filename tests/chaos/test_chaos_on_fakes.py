@@ -1,11 +1,12 @@
 """Nothing acknowledged is lost and no command runs twice or out of order, whatever happens to the server."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tinker_local.types import AdamParams, Datum, LoraConfig, ModelInput
 
-from tests.chaos.chaos_run import chaos
+from tests.chaos.chaos_run import asynchronous_loops, chaos
 from tests.chaos.possible_states import Oracle, Run, Violation
 from tests.chaos.served import served_fake
 
@@ -30,6 +31,23 @@ def test_a_minute_of_faults_breaks_no_promise_on_fakes() -> None:
     assert report.done["look around"] > 0
     assert report.done["run beyond the quota refused"] > 0
     assert report.audit["loaded and trained on"] > 0
+
+
+@pytest.mark.rotated(2)
+@pytest.mark.more
+@pytest.mark.timeout(900)
+def test_every_token_of_asynchronous_loops_is_of_its_version_whatever_ends_on_fakes() -> None:
+    """Two replicas, of which one ends in a change of weights; trainers that end while samples run; clients that vanish."""
+    served = replace(FAKE, arguments=(*FAKE.arguments, "--sample-gpus", "0,1"))
+    first = ("sampler killed in a switch", "trainer killed", "sampler killed in a switch", "server killed")
+    report = chaos(served, 60, seed=2, first=first, make_users=asynchronous_loops)
+    print(report)
+    assert report.violations == []
+    assert report.faults["sampler killed in a switch"]
+    assert report.faults["trainer killed"]
+    assert report.done["in-flight save"] > 5
+    assert report.done["in-flight sequence that moved"] > 5
+    assert report.done["in-flight sequence of weights saved after it began"] > 0
 
 
 def other_history(oracle: Oracle, *commands: object) -> tuple[Any, float]:

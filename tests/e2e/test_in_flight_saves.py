@@ -1,4 +1,4 @@
-"""A long asynchronous loop on vLLM: what its in-flight saves leave in memory, on disk and in the slots of the sampler."""
+"""A long asynchronous loop on vLLM: what its in-flight saves leave in memory, on disk and in slots of the sampler."""
 
 import gc
 import itertools
@@ -54,9 +54,9 @@ def test_a_thousand_in_flight_saves_leave_no_more_than_a_hundred(
     def found() -> dict[str, Any]:
         backend.folders.flush()
         return {
-            "slots": sorted(adapters._worker.list_adapters()),
+            "slots": len(adapters._worker.list_adapters()),
             "versions and targets of the sampler": (len(adapters), len(adapters._targets), len(adapters._versions)),
-            "versions of the backend": sorted(backend.folders._versions) and len(backend.folders._versions),
+            "versions of the backend": len(backend.folders._versions),
             "files": files((backend.folders._disk, backend.folders._memory)),
             "bytes": backend.models.get(TEXT).counts.ephemeral_bytes,
             "open files": open_files(),
