@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tinker_local.backend.tiny_models import make_experts_alike
 from tinker_local.backend.tiny_models.seeing_models import make_tiny_seeing_model
 from tinker_local.types import LoraConfig, ModelInput, SamplingParams
 
@@ -16,7 +17,7 @@ from tests.e2e.test_models_that_see import SERVED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-COPIES = ("gemma4", "gemma4_dense", "gemma4_moe")
+COPIES = ("glm4v_moe", "gemma4", "gemma4_dense", "gemma4_moe")
 """Architectures whose trainer and sampler have a copy of the weights each."""
 
 
@@ -31,6 +32,8 @@ def test_a_server_in_bfloat16_agrees_with_its_trainer(architecture: str, tmp_pat
     """Rounding may send a token to another expert, so the mean over positions counts. `slope` is the sampler's change
     by training along the trainer's: 0 for a sampler that ignores the adapter."""
     folder = make_tiny_seeing_model(tmp_path / architecture, architecture)
+    if architecture == "gemma4_moe":  # rounding alone moves it by 0.6 nats, more than a start allows
+        make_experts_alike(folder)
     server = start_server(
         tmp_path / "data", "--model", f"tiny/sees={folder}", "--max-rank", "8", "--kv-cache", "0.5", "--train-vision"
     )

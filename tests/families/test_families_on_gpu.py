@@ -40,8 +40,9 @@ LENGTH = 60
 def test_each_target_alone_changes_both_engines_alike(family: Any, train_vision: bool, tmp_path: Path) -> None:
     """Of the decoder; with `train_vision`, of the vision tower.
 
-    Rounding may send a token to another expert, so the mean over positions counts, not the largest difference. In
-    Qwen3.5-MoE that alone makes 0.2 nats, so its experts are nearly alike there (their adapters are not). Some targets
+    Rounding may send a token to another expert, so the mean over positions counts, not the largest difference, beside
+    what the trainer itself loses by rounding. In Qwen3.5-MoE that alone makes 0.2 nats, so its experts are nearly alike
+    there (their adapters are not). Some targets
     change less than bfloat16 rounds (the keys of Qwen3.5, which are normed), but do so in the same direction in both
     engines: `slope` is the sampler's change along the trainer's, 0 for a target that the sampler ignores.
     """
@@ -100,8 +101,14 @@ def test_each_target_alone_changes_both_engines_alike(family: Any, train_vision:
         rows.append((name, gap, effect, slope))
         print(f"{family} {name}: gap {gap:.3f}; effect {effect:.2f}, slope {slope:.2f}")
     (_, noise, _, _), *targeted = rows
-    assert noise < 0.1, noise
+    trainer.close()
+    exact = HFTrainer(TrainerConfig(str(folder), name="exact", dtype="float32"))
+    rounding = float(
+        np.abs(np.concatenate([exact.logprobs(None, each) for each in prompts])[is_text] - ours["base"]).mean()
+    )
+    exact.close()
+    print(f"{family}: the engines differ by {noise:.3f}; the trainer is {rounding:.3f} from float32")
+    assert noise < max(0.1, 2 * rounding), (noise, rounding)  # each engine rounds for itself
     for name, gap, effect, slope in targeted:
         assert gap < max(effect / 4, 1.5 * noise), (name, gap, effect, noise)
         assert 0.5 < slope < 1.5, (name, slope)
-    trainer.close()
