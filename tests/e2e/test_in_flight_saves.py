@@ -39,6 +39,7 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.more
 @pytest.mark.timeout(1200)
 def test_a_thousand_in_flight_saves_leave_no_more_than_a_hundred(
