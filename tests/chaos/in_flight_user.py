@@ -23,7 +23,7 @@ ALLOWED = re.compile(
     r"the second time that this request was in it|which weights drew \S+ is not known"
 )
 """Why a sample may fail: its session went with a server, a fault was raised in it or in the check of its weights, or it
-was in a process that ended for the second time. One end of an engine is no reason, not even in a change of weights."""
+was in a process that ended for the second time. One end of an engine fails nothing, not even in a change of weights."""
 
 
 @dataclass(frozen=True, slots=True)
