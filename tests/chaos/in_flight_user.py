@@ -18,6 +18,8 @@ ADAM = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "grad_cli
 SURE = -0.01
 """Logprob of a word at each position, from which on its version says nothing else, whatever text it goes on with."""
 TRIES = 60
+LONGEST = 153
+"""Tokens of a prompt and its sample on real engines; the fakes' model reads the last token alone."""
 ALLOWED = re.compile(
     r"the server was (restarted|stopped)|there is no session|injected by the chaos run|"
     r"the second time that this request was in it|which weights drew \S+ is not known"
@@ -99,10 +101,23 @@ class MovesWeights(User):
         return self._seq_id
 
     def _data(self) -> list[Datum]:
-        """All words in any order, each of which the new one follows."""
-        texts = [[*PROMPT, *self.rng.sample(WORDS, len(WORDS)), *[self._word] * 8] for _ in range(4)]
-        targets = {"target_tokens": [self._word] * len(texts[0])}
-        return [Datum(model_input=ModelInput.from_ints(tokens), loss_fn_inputs=targets) for tokens in texts]
+        """Texts as long as samples, each token of which the new word is to follow: all words in any order, and words
+        that are said again and again, as one version after the other does."""
+        texts = []
+        for _ in range(4):
+            tokens = [*PROMPT, *self.rng.sample(WORDS, len(WORDS))]
+            if self.served.real and self.rng.random() < 0.75:
+                tokens = [*PROMPT]
+                while len(tokens) < LONGEST:
+                    word = self.rng.choice((self._word, self.rng.choice(WORDS)))
+                    tokens += [word] * min(self.rng.choice((1, 10, 80, 150)), LONGEST - len(tokens))
+            texts.append(tokens)
+        return [
+            Datum(
+                model_input=ModelInput.from_ints(tokens), loss_fn_inputs={"target_tokens": [self._word] * len(tokens)}
+            )
+            for tokens in texts
+        ]
 
     def _learn(self) -> None:
         """Train until the run says another word after any text, and nothing else."""
@@ -138,7 +153,7 @@ class MovesWeights(User):
     def _ask(self) -> Asked:
         """A sample of the newest client, or of any."""
         sampler, since = self._clients[-1] if self.rng.random() < 0.6 else self.rng.choice(self._clients)
-        most = 150 if self.served.real else 1000
+        most = LONGEST - len(PROMPT) if self.served.real else 1000
         params = {"max_tokens": self.rng.choice((1, 20, most, most)), "temperature": 0.0, "stop": []}
         body = {"sampling_session_id": sampler, "seq_id": next(self._samples), "prompt": {"chunks": [text(PROMPT)]}}
         body |= {
