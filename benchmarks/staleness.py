@@ -3,6 +3,8 @@
     python benchmarks/staleness.py benchmarks/results/staleness-20261124-color_square --examples color_square
     python benchmarks/staleness.py benchmarks/results/staleness-20261124-grid_walk --examples grid_walk \\
         --workers 14 --budget 540                                        # on a GPU; again for what is left
+    python benchmarks/staleness.py benchmarks/results/ahead-DATE-grid_walk --examples grid_walk --losses ppo \\
+        --staleness 0 --steps-ahead 0 1 --steps 40                       # asynchronous beside synchronous
     python benchmarks/staleness.py /tmp/try/staleness --tiny             # the same code in a minute
     python benchmarks/random_model.py runs/models/grid_walk --shape 2b-vl --mosaic
     python benchmarks/staleness.py benchmarks/results/grid_walk_2b --examples grid_walk --models runs/models \\
@@ -11,8 +13,10 @@
 
 A job is an example with a loss, a staleness and a seed: its environments, warm start, learning rate and test on new
 starts with the final weights, by the example's code. With staleness n, step t trains on episodes that the weights of
-step max(0, t - n) sampled. All jobs of an example take as many steps, by default the example's and 64 more, so that
-with a staleness of 64 the weights of 30 or 40 steps sample. Nothing is tuned on these seeds.
+step max(0, t - n) sampled. With n steps ahead, the loop is `rl.train_asynchronously`, whose weights move under running
+samples; beside the same jobs without, the table has the differences of pairs with one seed. All jobs of an example take
+as many steps, by default the example's and 64 more, so that with a staleness of 64 the weights of 30 or 40 steps
+sample. Nothing is tuned on these seeds.
 
 `--workers` processes have an engine each, which runs `--runs` jobs at once (on a CPU that saves nothing). Each job that
 ends appends a line to NAME.jsonl; a job that is there is not run again. After `--budget` seconds no job begins, those
@@ -41,6 +45,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
+from harness.precision_tables import interval
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 MODELS = {"color_square": "tiny", "grid_walk": "mosaic"}
@@ -58,6 +64,7 @@ class Job(NamedTuple):
     loss: str
     staleness: int
     seed: int
+    steps_ahead: int = 0
 
 
 class Settings(NamedTuple):
@@ -77,26 +84,27 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 
 def job_of(row: dict[str, Any]) -> Job:
-    return Job(row["example"], row["loss"], row["staleness"], row["seed"])
+    return Job(row["example"], row["loss"], row["staleness"], row["seed"], row.get("steps_ahead", 0))
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Mean, standard deviation and minimum over the seeds, for each example, staleness and loss."""
     lines = [
-        f"{'example':<13}{'staleness':>10}  {'loss':<20}{'mean':>6}{'sd':>7}{'minimum':>9}{'last steps':>12}  by seed"
+        f"{'example':<13}{'staleness':>10}{'ahead':>7}  {'loss':<20}{'mean':>6}{'sd':>7}{'minimum':>9}"
+        f"{'last steps':>12}  by seed"
     ]
-    ordered = sorted(rows, key=lambda row: (row["example"], row["staleness"], LOSSES.index(row["loss"]), row["seed"]))
-    for (example, staleness, loss), group in itertools.groupby(
-        ordered, lambda row: (row["example"], row["staleness"], row["loss"])
-    ):
-        same = list(group)
+    jobs = {job_of(row): row for row in rows}
+    ordered = sorted(jobs, key=lambda job: (*_cell(job)[:3], LOSSES.index(job.loss), job.seed))
+    for (example, staleness, ahead, loss), group in itertools.groupby(ordered, _cell):
+        same = [jobs[job] for job in group]
         returns = [row["return"] for row in same]
         spread = f"{stdev(returns):7.3f}" if len(returns) > 1 else f"{'-':>7}"
         lines.append(
-            f"{example:<13}{staleness:>10}  {loss:<20}{mean(returns):6.3f}{spread}{min(returns):9.3f}"
+            f"{example:<13}{staleness:>10}{ahead:>7}  {loss:<20}{mean(returns):6.3f}{spread}{min(returns):9.3f}"
             f"{mean(row['last_steps'] for row in same):12.3f}  "
             + " ".join(f"{row['seed']}: {row['return']:.3f}" for row in same)
         )
+    lines += _differences({job: row["return"] for job, row in jobs.items()})
     for example in sorted({row["example"] for row in rows}):
         same = [row for row in rows if row["example"] == example]
         lines.append(
@@ -107,11 +115,33 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _cell(job: Job) -> tuple[str, int, int, str]:
+    return job.example, job.staleness, job.steps_ahead, job.loss
+
+
+def _differences(returns: dict[Job, float]) -> Iterator[str]:
+    """Of the returns of asynchronous jobs and of synchronous ones with the same seed, for each example and loss."""
+    for example, _, ahead, loss in sorted({_cell(job) for job in returns if job.steps_ahead}):
+        seeds = [job.seed for job in returns if _cell(job) == (example, 0, ahead, loss)]
+        pairs = [
+            returns[Job(example, loss, 0, seed, ahead)] - synchronous
+            for seed in seeds
+            if (synchronous := returns.get(Job(example, loss, 0, seed))) is not None
+        ]
+        if pairs:
+            middle, least, most = interval(pairs)
+            yield (
+                f"{example}, {loss}: {ahead} ahead less synchronous, {len(pairs)} paired seeds: {middle:+.3f}, "
+                f"95 % interval of the mean {least:+.3f} to {most:+.3f}"
+            )
+
+
 def options_of(job: Job, changes: dict[str, float]) -> argparse.Namespace:
     """The example's options: its defaults, those of `grpo.run_example`, and `changes`."""
     defaults = {"warm_steps": 6, "warm_rate": 5e-3, **importlib.import_module(job.example).DEFAULTS}
     defaults["steps"] += max(STALENESS)
-    named = {"loss": job.loss, "staleness": job.staleness, "seed": job.seed, "begin": 0, "save_every": 0}
+    named = {"loss": job.loss, "staleness": job.staleness, "steps_ahead": job.steps_ahead}
+    named |= {"seed": job.seed, "begin": 0, "save_every": 0}
     return argparse.Namespace(**defaults | named | changes)
 
 
@@ -145,8 +175,9 @@ def sample_without_http(client: Any, backend: Any) -> None:
     """Let the sampling clients of the training client be `Sampler`s."""
     save = client.save_weights_and_get_sampling_client
 
-    async def saved(record_stability_info: bool = False) -> Sampler:
-        return Sampler(backend, await save(record_stability_info=record_stability_info), record_stability_info)
+    async def saved(record_stability_info: bool = False, kind: Any = "snapshot") -> Sampler:
+        made = await save(record_stability_info=record_stability_info, kind=kind)
+        return Sampler(backend, made, record_stability_info)
 
     client.save_weights_and_get_sampling_client = saved
 
@@ -166,6 +197,7 @@ async def run(service: Any, backend: Any, job: Job, settings: Settings, device: 
         "learning_rate": options.learning_rate,
         "report": outcome.report,
         "rewards": [round(reward, 4) for reward in rewards],
+        **({"sampled_steps_ago": round(mean(outcome.history.staleness), 3)} if job.steps_ahead else {}),
         "device": device,
         "seconds": round(time.monotonic() - start, 1),
         "processor_s": round((time.process_time() - used) / settings.runs, 1),
@@ -255,6 +287,7 @@ def main() -> int:
     parser.add_argument("--examples", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=LOSSES)
     parser.add_argument("--staleness", nargs="+", type=int, default=STALENESS, metavar="N")
+    parser.add_argument("--steps-ahead", nargs="+", type=int, default=(0,), metavar="N", help="0: synchronous")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, metavar="N")
     parser.add_argument("--steps", type=int, help=f"default: the example's and {max(STALENESS)} more")
     parser.add_argument("--learning-rate", type=float, help="of the steps (default: the example's)")
@@ -268,6 +301,8 @@ def main() -> int:
     parser.add_argument("--log", type=Path, help="folder for the workers' output (default: a temporary one)")
     parser.add_argument("--tiny", action="store_true", help="a few small steps of each example, with one seed")
     options = parser.parse_args()
+    if any(options.steps_ahead) and (any(options.staleness) or "stable_reinforce" in options.losses):
+        parser.error("--steps-ahead goes with --staleness 0, and not with stable_reinforce")
     deadline = time.monotonic() + options.budget
     os.environ.update(HF_HUB_OFFLINE="1", TINKER_TELEMETRY="0", PYTHONUNBUFFERED="1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny
@@ -275,12 +310,14 @@ def main() -> int:
     chosen = {name: getattr(options, name) for name in ("steps", "learning_rate", "warm_steps", "warm_rate")}
     changes |= {name: value for name, value in chosen.items() if value is not None}
     if options.tiny:
-        options.losses, options.staleness, options.seeds = LOSSES[:1], (2,), (0,)
+        options.losses, options.seeds = options.losses[:1], (0,)
+        options.staleness = (0,) if any(options.steps_ahead) else (2,)
     options.name.parent.mkdir(parents=True, exist_ok=True)
     lines, text = (options.name.with_name(options.name.name + suffix) for suffix in (".jsonl", ".txt"))
     done = {job_of(row) for row in read(lines)}
-    cells = itertools.product(options.seeds, options.examples, options.staleness, options.losses)
-    jobs = [job for seed, example, staleness, loss in cells if (job := Job(example, loss, staleness, seed)) not in done]
+    cells = itertools.product(options.seeds, options.examples, options.staleness, options.losses, options.steps_ahead)
+    wanted = [Job(example, loss, staleness, seed, ahead) for seed, example, staleness, loss, ahead in cells]
+    jobs = [job for job in wanted if job not in done]
     log = options.log or Path(tempfile.mkdtemp(prefix="log-"))
     log.mkdir(parents=True, exist_ok=True)
     print(f"{len(jobs)} jobs, {len(done)} done before; output of the workers: {log}", flush=True)

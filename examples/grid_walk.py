@@ -127,6 +127,7 @@ async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> grp
         params=params,
         loss=options.loss,
         staleness=options.staleness,
+        steps_ahead=options.steps_ahead,
         seed=options.seed,
         begin=options.begin,
         save_every=options.save_every,

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +18,12 @@ LOSSES = ("importance_sampling", "ppo", "cispo", "stable_reinforce")
 
 @dataclass
 class History:
-    """`rewards`: mean return per step; `kl`: KL(sampler, trainer) at step 0, before any training."""
+    """`rewards`: mean return per step; `kl`: KL(sampler, trainer) at step 0, before any training; `staleness`: of the
+    tokens of each step that was sampled ahead, the most that it can be on average."""
 
     rewards: list[float] = field(default_factory=list)
     kl: float = float("nan")
+    staleness: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -61,6 +64,7 @@ async def train(
     advantages: rl.Advantages = rl.centered_returns_to_go,
     loss: tinker.types.LossFnType = "importance_sampling",
     staleness: int = 0,
+    steps_ahead: int = 0,
     seed: int = 0,
     begin: int = 0,
     save_every: int = 0,
@@ -68,9 +72,30 @@ async def train(
     """Each step samples the groups of `groups_of(step)` and takes one policy gradient step on them.
 
     `staleness`: step t samples with the weights before step max(begin, t - staleness), as a trainer that runs ahead of
-    its samplers sees them; 0: with the newest. `begin`: the first step. `save_every`: also save after so many steps;
-    0: do not.
+    its samplers sees them; 0: with the newest. `steps_ahead`: sample the groups of so many steps while one is trained,
+    with weights that move under them (`rl.train_asynchronously`); 0: each step waits for its samples. Such samples have
+    no seed, since time decides which weights draw a token. `begin`: the first step. `save_every`: also save after so
+    many steps; 0: do not.
+
+    Raises ValueError for `steps_ahead` with `staleness`, or with "stable_reinforce", whose records that loop does not
+    ask for.
     """
+    if steps_ahead and (staleness or loss == "stable_reinforce"):
+        raise ValueError(f"steps_ahead {steps_ahead}: goes neither with staleness nor with stable_reinforce")
+    if steps_ahead:
+        return await _train_ahead(
+            client,
+            chat,
+            groups_of,
+            steps,
+            learning_rate,
+            params,
+            advantages,
+            loss,
+            steps_ahead,
+            begin,
+            save_every,
+        )
     history = History()
     samplers = deque[tinker.SamplingClient](maxlen=staleness + 1)
     recorded = loss == "stable_reinforce"  # it trains on what the server recorded of the samples
@@ -91,12 +116,66 @@ async def train(
         print(f"   failed: {rollouts.failures[0]}" if rollouts.failures else "", flush=True)
         if data := rollouts.data(advantages, loss):
             gradient = client.forward_backward(data, loss)
-            rate = learning_rate * (1 - 0.7 * step / steps)
-            update = client.optim_step(tinker.AdamParams(learning_rate=rate, beta2=0.99, eps=1e-8, grad_clip_norm=1.0))
+            update = client.optim_step(adam(learning_rate, step, steps))
             await gradient
             await update
         if save_every and (step + 1) % save_every == 0 and step + 1 < steps:
             await asyncio.to_thread(save, client, "rl", step + 1)
+    return history
+
+
+def adam(learning_rate: float, step: int, steps: int) -> tinker.AdamParams:
+    """The learning rate falls to 0.3 of itself."""
+    rate = learning_rate * (1 - 0.7 * step / steps)
+    return tinker.AdamParams(learning_rate=rate, beta2=0.99, eps=1e-8, grad_clip_norm=1.0)
+
+
+async def _train_ahead(
+    client: tinker.TrainingClient,
+    chat: rl.Chat,
+    groups_of: Callable[[int], Sequence[rl.Group]],
+    steps: int,
+    learning_rate: float,
+    params: tinker.SamplingParams,
+    advantages: rl.Advantages,
+    loss: tinker.types.LossFnType,
+    steps_ahead: int,
+    begin: int,
+    save_every: int,
+) -> History:
+    history = History()
+    first = groups_of(begin)
+    later = itertools.chain.from_iterable(groups_of(step) for step in range(begin + 1, steps))
+
+    def on_step(found: rl.AsyncStep) -> None:
+        step = begin + found.step
+        history.rewards.append(found.mean_reward)
+        history.staleness.append(found.metrics()["async/staleness_mean"])
+        if found.step == 0 and found.gradient is not None:
+            data = [datum for group in found.groups for datum in group.data(advantages, loss)]
+            history.kl = rl.sampler_trainer_kl(data, found.gradient)
+            print(f"KL(sampler, trainer) before training: {history.kl:.1e}")
+        print(
+            f"step {step:3d}   return {history.rewards[-1]:6.3f}   {sum(found.tokens)} tokens, "
+            f"{history.staleness[-1]:.1f} steps old, waited {found.waited:.1f} of {found.seconds:.1f} s",
+            flush=True,
+        )
+        if save_every and (step + 1) % save_every == 0 and step + 1 < steps:
+            save(client, "rl", step + 1)
+
+    await rl.train_asynchronously(
+        client,
+        itertools.chain(first, later),
+        chat,
+        params,
+        lambda step: adam(learning_rate, begin + step, steps),
+        steps=steps - begin,
+        groups_per_step=len(first),
+        steps_ahead=steps_ahead,
+        advantages=advantages,
+        loss_fn=loss,
+        on_step=on_step,
+    )
     return history
 
 
@@ -158,10 +237,15 @@ def run_example(
     parser.add_argument("--warm-rate", type=float, default=5e-3)
     parser.add_argument("--loss", choices=LOSSES, default=LOSSES[0], help="of the RL steps")
     parser.add_argument("--staleness", type=int, default=0, metavar="N", help="sample with the weights N steps ago")
+    parser.add_argument(
+        "--steps-ahead", type=int, default=0, metavar="N", help="sample N steps ahead while training (0: wait)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/rl"))
     parser.set_defaults(**defaults)
     options = parser.parse_args()
+    if options.steps_ahead and (options.staleness or options.loss == "stable_reinforce"):
+        parser.error("--steps-ahead goes neither with --staleness nor with --loss stable_reinforce")
     options.begin = first_step(options)
     if options.begin:
         options.warm_steps = 0  # before the first step

@@ -27,9 +27,22 @@ def test_the_table_has_mean_deviation_and_minimum_of_the_seeds_that_have_ended()
 
     text = table([row("ppo", 0, 0.5), row("ppo", 1, 0.7), row("stable_reinforce", 0, 0.9)])
     _, ours, ppo, settings = text.splitlines()
-    assert ours.split()[2:7] == ["stable_reinforce", "0.900", "-", "0.900", "0.500"]
-    assert ppo.split()[2:] == ["ppo", "0.600", "0.141", "0.500", "0.500", "0:", "0.500", "1:", "0.700"]
+    assert ours.split()[1:8] == ["8", "0", "stable_reinforce", "0.900", "-", "0.900", "0.500"]
+    assert ppo.split()[3:] == ["ppo", "0.600", "0.141", "0.500", "0.500", "0:", "0.500", "1:", "0.700"]
     assert settings.startswith("grid_walk: 104 steps, CPU")
+
+
+def test_asynchronous_jobs_are_compared_with_the_synchronous_ones_of_their_seeds() -> None:
+    from staleness import job_of, table
+
+    synchronous = [row("ppo", seed, found) | {"staleness": 0} for seed, found in ((0, 0.5), (1, 0.7), (2, 0.9))]
+    ahead = [row("ppo", seed, found) | {"staleness": 0, "steps_ahead": 1} for seed, found in ((0, 0.6), (1, 0.6))]
+    assert [job_of(each).steps_ahead for each in (*synchronous, *ahead)] == [0, 0, 0, 1, 1]
+    (said,) = (line for line in table([*ahead, *synchronous]).splitlines() if "less synchronous" in line)
+    # The differences are 0.1 and -0.1: Student's t of one degree of freedom is 12.706, the error of their mean 0.1.
+    assert said == (
+        "grid_walk, ppo: 1 ahead less synchronous, 2 paired seeds: +0.000, 95 % interval of the mean -1.271 to +1.271"
+    )
 
 
 def test_each_job_is_taken_once() -> None:

@@ -5,6 +5,9 @@ Their processes import this file.
 
 import importlib
 import os
+import random
+import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -64,19 +67,25 @@ def breakable_trainer(make: Callable[..., Any], *seat: Any) -> Any:
 
 
 def breakable_sampler(make: Callable[..., Any], first: int, *seat: Any) -> Any:
-    """A sampler whose requests fail; a hang is one of its process's event loop. Its processes have numbers from `first`
-    on: one, or with a `SamplerSeat` those of its ranks, the first of which gets the requests."""
+    """A sampler whose requests fail, and whose process ends while weights move; a hang is one of its process's event
+    loop. Its processes have numbers from `first` on: one, or with a `SamplerSeat` those of its ranks, the first of
+    which gets the requests."""
     rank = seat[0].rank if seat else 0
     sampler = noted("sampler", first + rank, partial(make, *seat))
     if rank:
         return sampler
-    sample = sampler.sample
+    sample, publish = sampler.sample, sampler.publish
 
     async def sample_or_fail(work: Any) -> Any:
         fail("sampler", first)
         return await sample(work)
 
-    sampler.sample = sample_or_fail
+    async def publish_or_die(*arguments: Any) -> None:
+        if on("sampler-dies-in-switch", first):  # before it, in the middle, or just after it
+            threading.Timer(random.uniform(0, 0.02), os.kill, (os.getpid(), signal.SIGKILL)).start()
+        await publish(*arguments)
+
+    sampler.sample, sampler.publish = sample_or_fail, publish_or_die
     return sampler
 
 

@@ -12,6 +12,7 @@ from signal import SIGKILL, SIGTERM
 from tests.chaos.audit import audit
 from tests.chaos.chaos_users import Ledger, Owner, User, silent
 from tests.chaos.faults import Faults, Subject
+from tests.chaos.in_flight_user import MovesWeights
 from tests.chaos.sampling_user import QUOTA, Crowds, Samples
 from tests.chaos.served import Served
 from tests.chaos.training_user import Trains
@@ -56,6 +57,23 @@ class Report:
         )
 
 
+def all_users(url: str, served: Served, seed: int, ledger: Ledger) -> list[User]:
+    trains = [Trains(url, served, seed + number, owner, ledger) for number, owner in enumerate((ALICE, ALICE, BOB))]
+    samples = [
+        Samples(url, served, seed + 10 + number, owner, ledger, images=number == 1)
+        for number, owner in enumerate((ALICE, BOB))
+    ]
+    # A real model does not surely say its word after every text, and the checker would take that for a fault.
+    moves = [] if served.real else [MovesWeights(url, served, seed + 30, BOB, ledger)]
+    return [*trains, *samples, Crowds(url, served, seed + 20, CAROL, ledger), *moves]
+
+
+def asynchronous_loops(url: str, served: Served, seed: int, ledger: Ledger) -> list[User]:
+    """Two loops with weights that move, and a run beside them that keeps its own."""
+    moves = [MovesWeights(url, served, seed + number, owner, ledger) for number, owner in enumerate((ALICE, BOB))]
+    return [*moves, Trains(url, served, seed + 10, ALICE, ledger)]
+
+
 def chaos(
     served: Served,
     seconds: float,
@@ -63,6 +81,7 @@ def chaos(
     *,
     first: Sequence[str] = (),
     calm: float = 10.0,
+    make_users: Callable[[str, Served, int, Ledger], list[User]] = all_users,
     say: Callable[[str], None] = silent,
     log: Path | None = None,
 ) -> Report:
@@ -79,7 +98,7 @@ def chaos(
         subject = Subject(Path(scratch), served.limit, options)
         try:
             subject.start()
-            users = _users(subject.wire.url, served, seed * 100, ledger)
+            users = make_users(subject.wire.url, served, seed * 100, ledger)
             for user in users:
                 user.start()
             faults = Faults(subject, ledger, rng, served, say)
@@ -115,15 +134,6 @@ def chaos(
         sum(user.recoveries for user in training),
         sum(user.forks for user in training),
     )
-
-
-def _users(url: str, served: Served, seed: int, ledger: Ledger) -> list[User]:
-    trains = [Trains(url, served, seed + number, owner, ledger) for number, owner in enumerate((ALICE, ALICE, BOB))]
-    samples = [
-        Samples(url, served, seed + 10 + number, owner, ledger, images=number == 1)
-        for number, owner in enumerate((ALICE, BOB))
-    ]
-    return [*trains, *samples, Crowds(url, served, seed + 20, CAROL, ledger)]
 
 
 def _calm(users: list[User], ledger: Ledger, seconds: float) -> None:

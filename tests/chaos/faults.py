@@ -193,6 +193,7 @@ class Faults:
             "sampler stopped for good": lambda: self._stop_for_good("sampler"),
             "trainer raises": lambda: self._while("trainer-raises", 0.3, 1.5),
             "sampler raises": lambda: self._while("sampler-raises", 0.3, 1.5),
+            "sampler killed in a switch": lambda: self._while("sampler-dies-in-switch", 0.5, 3.0),
             "sampler hangs": lambda: self._while("sampler-hangs", 0.5, 2.5 * subject.limit),
             "disk full": lambda: self._while("disk-full", 0.5, 3.0),
             "database locked": self._lock_database,

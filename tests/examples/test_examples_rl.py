@@ -102,6 +102,28 @@ async def test_with_staleness_n_a_step_trains_on_what_the_weights_n_steps_ago_sa
     assert sampled == [0, 1, 2, 3, 4, 5]
 
 
+async def test_steps_ahead_are_those_of_the_asynchronous_loop_at_the_same_rates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    grpo, asked, rates = importlib.import_module("grpo"), dict[str, Any](), list[float]()
+
+    async def loop(client: Any, groups: Any, chat: Any, params: Any, adam: Any, **given: Any) -> int:
+        asked.update(given, groups=list(groups))
+        rates.extend(adam(step).learning_rate for step in range(given["steps"]))
+        return len(rates)
+
+    monkeypatch.setattr(grpo.rl, "train_asynchronously", loop)
+    settings = {"steps": 6, "learning_rate": 1e-3, "params": tinker.SamplingParams(), "loss": "ppo"}
+    await grpo.train(None, None, lambda step: [step, -step], begin=2, steps_ahead=3, **settings)
+    assert asked["groups"] == [2, -2, 3, -3, 4, -4, 5, -5]
+    assert (asked["steps"], asked["groups_per_step"], asked["steps_ahead"], asked["loss_fn"]) == (4, 2, 3, "ppo")
+    assert rates == [grpo.adam(1e-3, step, 6).learning_rate for step in range(2, 6)]
+    for wrong in {"staleness": 1}, {"loss": "stable_reinforce"}:
+        with pytest.raises(ValueError, match="steps_ahead 1: goes neither with staleness nor with stable_reinforce"):
+            await grpo.train(None, None, lambda step: [step], steps_ahead=1, **settings | wrong)
+
+
 def check_that_reward_rises(printed: str, picture: Path, rise: float = 0.3) -> None:
     returns = [float(value) for value in re.findall(r"return +(-?[0-9.]+) ", printed)]
     assert np.mean(returns[-3:]) > np.mean(returns[:3]) + rise, printed

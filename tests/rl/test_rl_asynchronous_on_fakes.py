@@ -25,6 +25,7 @@ class FakeClient:
     sampler: ScriptedSampler
     calls: list[str] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
     failure: Exception | None = None
 
     async def _answer(self, call: str, value: Any) -> Any:
@@ -42,6 +43,7 @@ class FakeClient:
         return self._asked(f"forward_backward {loss_fn} {config}")
 
     def optim_step(self, params: tinker.AdamParams) -> Awaitable[Any]:
+        self.rates.append(params.learning_rate)
         return self._asked("optim_step")
 
     def save_weights_and_get_sampling_client(self, kind: str) -> Awaitable[Any]:
@@ -98,6 +100,24 @@ async def test_each_step_is_a_gradient_an_update_and_an_in_flight_save_on_fakes(
         assert metrics["async/fresh_share"] == sum(stale <= 1 for stale in each.staleness) / 2
         assert 0 <= metrics["async/waited_seconds"] <= metrics["async/step_seconds"]
         assert metrics["async/tokens_thrown_away"] == 0
+    await until_closed(groups)
+
+
+async def test_each_step_has_the_learning_rate_that_a_function_gives_for_it_on_fakes(sampler: ScriptedSampler) -> None:
+    steps: list[rl.AsyncStep] = []
+    client, groups = FakeClient(sampler), Groups()
+    await rl.train_asynchronously(
+        client,  # type: ignore[arg-type]
+        groups,
+        make_chat(),
+        PARAMS,
+        lambda step: tinker.AdamParams(learning_rate=1 - 0.25 * step),
+        steps=3,
+        groups_per_step=2,
+        on_step=steps.append,
+    )
+    assert client.rates == [1.0, 0.75, 0.5]
+    assert len(steps) == 3
     await until_closed(groups)
 
 

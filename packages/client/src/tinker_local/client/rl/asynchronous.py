@@ -73,7 +73,7 @@ async def train_asynchronously(
     groups: Iterable[Group],
     chat: Chat,
     params: tinker.SamplingParams,
-    adam: tinker.AdamParams,
+    adam: tinker.AdamParams | Callable[[int], tinker.AdamParams],
     *,
     steps: int,
     groups_per_step: int,
@@ -96,6 +96,7 @@ async def train_asynchronously(
 
     Args:
         groups: May have no end. If it ends early, what is left is trained as a last, smaller step.
+        adam: Of all steps, or a function that gives those of each step by its number, from 0.
         max_staleness: Groups that were begun more optimizer steps ago are thrown away. None: none is.
         in_flight: Running samples go on under each new version (`kind="inflight"`); otherwise each group is sampled
             from the weights of its beginning.
@@ -147,7 +148,10 @@ async def train_asynchronously(
             gradient = update = None
             if data:
                 config = None if loss_fn_config is None else dict(loss_fn_config)
-                wanted = client.forward_backward(data, loss_fn, config), client.optim_step(adam)
+                wanted = (
+                    client.forward_backward(data, loss_fn, config),
+                    client.optim_step(adam(step) if callable(adam) else adam),
+                )
                 saved = asyncio.ensure_future(save())  # in order behind the step; nothing waits in between
                 try:
                     gradient, update = [await future for future in wanted]
