@@ -18,6 +18,7 @@ from tinker_local.backend.http.bodies import BODY_BYTES, parse
 from tinker_local.backend.http.event_stream import WholeAnswer, begun, event, unless_left
 from tinker_local.backend.http.openai_answers import prompt_fields, whole
 from tinker_local.backend.http.openai_routes import conversation_limits, model_of
+from tinker_local.backend.http.recorded_turns import recording_of
 from tinker_local.backend.rendering.tools import CallPiece, OfferedTools, Reply, ReplyForm, ReplyPiece
 from tinker_local.backend.threads import ENCODING
 from tinker_local.types import SampleOutput
@@ -44,6 +45,14 @@ async def messages(request: Request, backend: Backend) -> Response:
     with backend.completions.accepted(named, request.scope[BODY_BYTES]):
         prompt, offered = await _asked(backend, body, named)
         form = None if offered is None else await backend.completions.form(named, offered)
+        recording = await recording_of(
+            *(request, backend, named, body, prompt, offered, body.params()),
+            variables={},
+            how=_how(body),
+            stops=body.stop_sequences or (),
+        )
+        if recording is not None:
+            prompt, form = recording.prompt, recording.form_of(form, body.grammar())
     answer = await backend.completions.sample(
         named,
         [prompt],
@@ -54,12 +63,19 @@ async def messages(request: Request, backend: Backend) -> Response:
         grammar=body.grammar() if form is None else form.grammar,
     )
     if body.stream:
-        return await begun(request, _events(body, named, form, answer), answer.close)
+        streamed = _events(body, named, form, answer)
+        if recording is not None:
+            streamed = recording.streamed(streamed, answer)
+        return await begun(request, streamed, answer.close)
     try:
         outputs = await unless_left(request, answer.outputs())
         content = await ENCODING.run(_whole_message, body, named, form, answer, outputs)
+        if recording is not None:
+            await recording.end(outputs)
     except BaseException:
         answer.close()
+        if recording is not None:
+            await recording.abandon()
         raise
     answer.forget()
     return WholeAnswer(content, answer.close)
@@ -67,9 +83,11 @@ async def messages(request: Request, backend: Backend) -> Response:
 
 async def _asked(backend: ControlPlane, body: Conversation, named: Named) -> tuple[Prompt, OfferedTools | None]:
     """The prompt, and the tools that it offers."""
-    return await backend.completions.chat_prompt(
-        named, body, {}, go_on=body.goes_on, as_tokens=body.control_tokens, no_thoughts=False
-    )
+    return await backend.completions.chat_prompt(named, body, {}, **_how(body))
+
+
+def _how(body: Conversation) -> Json:
+    return {"go_on": body.goes_on, "as_tokens": body.control_tokens, "no_thoughts": False}
 
 
 def _message(body: MessagesBody, content: Sequence[Json], end: Json, usage: Json) -> Json:
