@@ -9,10 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.http.conftest import BASE, Clock
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.http.app import create_app
 from tinker_local.backend.models.load_engines import load_fake
+
+from tests.http.conftest import BASE, Clock
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -46,11 +47,11 @@ class Recorder:
 @pytest.fixture
 async def recorder(tmp_path: Path) -> AsyncIterator[Recorder]:
     clock = Clock()
-    async with served(tmp_path, clock) as one:
+    async with Served(tmp_path, clock) as one:
         yield one
 
 
-class served:
+class Served:
     """A server on fakes over `data_dir`, which records sessions unless told otherwise."""
 
     def __init__(self, data_dir: Path, clock: Clock, record: bool = True) -> None:
@@ -84,7 +85,8 @@ async def test_a_next_request_continues_exactly_what_was_sampled_on_fakes(record
     again = [*HELLO, reply_of(first), {"role": "user", "content": "and?"}]
     second = await recorder.chat(again, return_token_ids=True)
     one, two = await recorder.turns()
-    assert one["parent"] is None and two["parent"] == one["turn"]
+    assert one["parent"] is None
+    assert two["parent"] == one["turn"]
     assert one["tokens"] == first["choices"][0]["token_ids"]
     assert one["logprobs"] == pytest.approx([each["logprob"] for each in first["choices"][0]["logprobs"]["content"]])
     assert ids(two)[: len(ids(one)) + len(one["tokens"])] == [*ids(one), *one["tokens"]]
@@ -92,12 +94,13 @@ async def test_a_next_request_continues_exactly_what_was_sampled_on_fakes(record
 
 
 async def test_without_the_option_nothing_is_recorded_on_fakes(tmp_path: Path) -> None:
-    async with served(tmp_path, Clock(), record=False) as one:
+    async with Served(tmp_path, Clock(), record=False) as one:
         for answer in (
             await one.http.post("/api/v1/recorded_sessions", json={}),
             await one.http.post("/session/s/v1/chat/completions", json={"model": BASE, "messages": HELLO}),
         ):
-            assert answer.status_code == 400 and "--record-sessions" in answer.text
+            assert answer.status_code == 400
+            assert "--record-sessions" in answer.text
         assert not (tmp_path / "recorded").exists()
 
 
@@ -110,9 +113,11 @@ async def test_calls_are_compared_as_json_and_their_tokens_stay_on_fakes(recorde
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "seen"} for call in message["tool_calls"]]
     await recorder.chat([*HELLO, message, *results], tools=[TOOL], max_tokens=64)
     one, two = await recorder.turns()
-    assert two["parent"] == one["turn"] and two["branch"] is None
+    assert two["parent"] == one["turn"]
+    assert two["branch"] is None
     assert ids(two)[: len(ids(one)) + len(one["tokens"])] == [*ids(one), *one["tokens"]]
-    assert one["reply"]["calls"] and [each["role"] for each in two["messages"]] == ["tool"] * len(results)
+    assert one["reply"]["calls"]
+    assert [each["role"] for each in two["messages"]] == ["tool"] * len(results)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +164,8 @@ async def test_files_are_the_owners_alone_and_go_when_the_session_does_on_fakes(
     await recorder.make()
     await recorder.chat(HELLO)
     files = [path for path in (recorder.data_dir / "recorded").rglob("*") if path.is_file()]
-    assert {path.stat().st_mode & 0o777 for path in files} == {0o600} and len(files) == 2
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    assert len(files) == 2
     assert (await recorder.http.delete("/api/v1/recorded_sessions/s")).status_code == 204
     assert not any(path.exists() for path in files)
 
@@ -179,18 +185,20 @@ async def test_a_full_session_says_how_full_it_is_on_fakes(recorder: Recorder) -
     body = {"model": BASE, "messages": HELLO, "max_tokens": 2}
     answer = await recorder.http.post("/session/s/v1/chat/completions", json=body)
     size = (await recorder.http.get("/api/v1/recorded_sessions/s")).json()["bytes"]
-    assert answer.status_code == 400 and f"{size} bytes of 100" in answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    assert f"{size} bytes of 100" in answer.json()["error"]["message"]
 
 
 async def test_a_session_goes_on_after_a_restart_on_fakes(tmp_path: Path) -> None:
-    async with served(tmp_path, Clock()) as one:
+    async with Served(tmp_path, Clock()) as one:
         await one.make()
         first = await one.chat(HELLO)
         before = await one.turns()
-    async with served(tmp_path, Clock()) as one:
+    async with Served(tmp_path, Clock()) as one:
         await one.chat([*HELLO, reply_of(first), {"role": "user", "content": "and?"}])
         turns = await one.turns()
-    assert turns[:1] == before and turns[1]["parent"] == before[0]["turn"]
+    assert turns[:1] == before
+    assert turns[1]["parent"] == before[0]["turn"]
 
 
 async def test_anthropics_messages_and_openais_find_each_other_on_fakes(recorder: Recorder) -> None:
@@ -212,5 +220,6 @@ async def test_rewards_are_kept_for_turns_that_are_there_on_fakes(recorder: Reco
     path = "/api/v1/recorded_sessions/s/rewards"
     assert (await recorder.http.post(path, json={"rewards": {"0": 0.5}})).status_code == 204
     refused = await recorder.http.post(path, json={"rewards": {"7": 0.5}})
-    assert refused.status_code == 400 and "no turn 7" in refused.text
+    assert refused.status_code == 400
+    assert "no turn 7" in refused.text
     assert [turn["reward"] for turn in await recorder.turns()] == [0.5]

@@ -1,15 +1,15 @@
 """Recorded sessions: conversations of programs that spoke OpenAI's or Anthropic's API with the server, as Datums.
 
-    record_session("monday")
-    ...  # programs with base_url http://HOST:8000/session/monday/v1
-    trajectories = recorded("monday")
-    data = to_datums(trajectories, advantages, "importance_sampling")
-    training_client.forward_backward(data, "importance_sampling")
+record_session("monday")
+...  # programs with base_url http://HOST:8000/session/monday/v1
+trajectories = recorded("monday")
+data = to_datums(trajectories, advantages, "importance_sampling")
+training_client.forward_backward(data, "importance_sampling")
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 from urllib.parse import quote
 
@@ -20,8 +20,7 @@ from tinker_local.types import InvalidRequestError
 
 LossName: TypeAlias = Literal["importance_sampling", "ppo", "cispo", "gspo", "stable_reinforce"]
 
-SEQUENCE_MASKS = {"gspo": "sequence_ratio_mask", "stable_reinforce": "mask"}
-"""The input that marks the sampled tokens, for losses with a ratio of the whole sequence."""
+Span: TypeAlias = tinker.PromptProvenanceSpan | tinker.SampledProvenanceSpan
 
 SECONDS = 600
 """For the answer of a server that reads a long session."""
@@ -31,8 +30,8 @@ SECONDS = 600
 class RecordedTurn:
     """One reply. `number`: in its session; `parent`: the turn that it continues token by token, None for a first one.
 
-    `prompt`: what the model read; `tokens`, `logprobs`: what it sampled, in float32 nats of log softmax(logits / T) over
-    the vocabulary, as the SDK's samples have them. `forced`: indices into `tokens` that a grammar left no choice for.
+    `prompt`: what the model read; `tokens`, `logprobs`: what it sampled, in float32 nats of log softmax(logits / T)
+    over the vocabulary, as the SDK's samples have them. `forced`: indices into `tokens` that a grammar left no choice for.
     `model`: the name that the program gave; `version`: the checkpoint that sampled, None for the base model.
     `messages`: what the request added to the conversation of `parent`; `reply`: the model's message, as the program got
     it. `branch`: `turn`, `message` and `differs`, if the conversation resembles that turn's and does not continue it.
@@ -141,14 +140,17 @@ def to_datums(
     *,
     shared: Literal["each", "once"] = "each",
 ) -> list[tinker.Datum]:
-    """One datum of N positions for each trajectory: inputs are all tokens except the last, targets all except the first.
+    """One datum of N positions for each trajectory: inputs are all tokens but the last, targets all but the first.
 
     At sampled tokens, `advantages` is the trajectory's and `logprobs` the sampler's; elsewhere, and at tokens that a
-    grammar left no choice for, they are 0. `shared`: a turn of k trajectories is in k data. With "each", it counts in
-    all of them, with its own advantage in each; with "once" in the first alone, with the mean of the k advantages. For
-    gspo the ratio of a sequence is over its shared turns in either case; for stable_reinforce only where they count.
+    grammar left no choice for, they are 0. stable_reinforce gets
+    provenance spans, from which the server takes logprobs and sampled tokens. `shared`: a turn of k trajectories is in k data. With "each", it counts in
+    all of them, with its own advantage in each; with "once" in the first alone, with the mean of the k advantages. The
+    ratio of a sequence (gspo, stable_reinforce) is over all its turns in either case, and so is the KL term of
+    stable_reinforce.
 
-    Raises InvalidRequestError for another number of advantages than trajectories, or one that is not finite.
+    Raises InvalidRequestError for another number of advantages than trajectories, one that is not finite, or
+    stable_reinforce on tokens that a grammar left no choice for, which it could not leave out.
     """
     if len(advantages) != len(trajectories):
         raise InvalidRequestError(f"advantages: {len(advantages)} numbers for {len(trajectories)} trajectories")
@@ -187,15 +189,37 @@ def _datum(trajectory: RecordedTrajectory, values: Sequence[float | None], loss_
         first, free = turn.prompt.length, np.ones(len(turn.tokens), np.float32)
         free[list(turn.forced)] = 0
         span = slice(first, first + len(turn.tokens))
-        if value is not None or loss_fn == "gspo":
-            logprobs[span] = np.asarray(turn.logprobs, np.float32) * free
-            mask[span] = free
+        if loss_fn == "stable_reinforce" and turn.forced:
+            raise InvalidRequestError(
+                f"loss_fn: stable_reinforce counts every sampled token, and a grammar left no choice for "
+                f"{len(turn.forced)} of {len(turn.tokens)} of turn {turn.number} of {trajectory.session!r}"
+            )
+        logprobs[span] = np.asarray(turn.logprobs, np.float32) * free
+        mask[span] = free
         if value is not None:
             advantages[span] = value * free
     inputs: dict[str, Any] = {"target_tokens": targets[1:], "logprobs": logprobs[1:], "advantages": advantages[1:]}
-    if (name := SEQUENCE_MASKS.get(loss_fn)) is not None:
-        inputs[name] = mask[1:]
-    return tinker.Datum(model_input=_without_last(last), loss_fn_inputs=inputs)
+    if loss_fn == "gspo":
+        inputs["sequence_ratio_mask"] = mask[1:]
+    datum = tinker.Datum(model_input=_without_last(last), loss_fn_inputs=inputs)
+    return datum.with_provenance(*_spans(trajectory)) if loss_fn == "stable_reinforce" else datum
+
+
+def _spans(trajectory: RecordedTrajectory) -> tuple[list[Span], list[Span]]:
+    """Where the inputs and the targets come from."""
+    spans: list[Span] = []
+    end = 0
+    for turn in trajectory.turns:
+        name = f"recorded:{trajectory.session}:{turn.number}"
+        if turn.prompt.length > end:
+            spans.append(tinker.PromptProvenanceSpan(sequence_id=name, offset=end, length=turn.prompt.length - end))
+        if turn.tokens:
+            spans.append(tinker.SampledProvenanceSpan(sequence_id=name, length=len(turn.tokens)))
+        end = turn.prompt.length + len(turn.tokens)
+    first, last = spans[0], spans[-1]
+    inputs = [*spans[:-1], *([replace(last, length=last.length - 1)] if last.length > 1 else [])]
+    shorter = [replace(first, offset=first.offset + 1, length=first.length - 1)] if first.length > 1 else []
+    return inputs, [*shorter, *spans[1:]]
 
 
 def _without_last(turn: RecordedTurn) -> tinker.ModelInput:
@@ -205,9 +229,7 @@ def _without_last(turn: RecordedTurn) -> tinker.ModelInput:
     return tinker.ModelInput(chunks=chunks)
 
 
-def _turn(
-    line: Mapping[str, Any], session: str, endpoint: Endpoint, pictures: dict[str, bytes]
-) -> RecordedTurn:
+def _turn(line: Mapping[str, Any], session: str, endpoint: Endpoint, pictures: dict[str, bytes]) -> RecordedTurn:
     chunks: list[tinker.ModelInputChunk] = []
     for chunk in line["prompt"]:
         if "tokens" in chunk:

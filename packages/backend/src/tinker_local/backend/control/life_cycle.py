@@ -64,7 +64,8 @@ class ControlPlane:
     commands of a run. `sampling`: sampling sessions and samples. `completions`: samples of callers that name a
     model and send text. `checkpoints`: look-up, expiry, deletion, copies. `imports`: adapters that were trained
     elsewhere. `exports`: signed downloads. `curves`: what each run has done. `operations`: by request id.
-    `recorded`: sessions whose conversations are kept. `lost_requests`: why an operation is not there. `traces`: where a session's time went. `models`: the base models.
+    `recorded`: sessions whose conversations are kept.
+    `lost_requests`: why an operation is not there. `traces`: where a session's time went. `models`: the base models.
     """
 
     def __init__(
@@ -163,6 +164,7 @@ class ControlPlane:
             self.exports,
             self.curves,
             self.sampling.recorded,
+            self.recorded,
             self.sampling.drawn_by,
             self.sampling.routes,
             strict_losses=options.strict_losses,

@@ -17,7 +17,9 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tinker_local.backend.threads import DISK
+from tinker_local.backend.training.losses.recorded import RecordedSequence
 from tinker_local.types import InvalidRequestError, NotFoundError, StorageFullError, UnsupportedError
 
 LIFETIME_HOURS = 24.0
@@ -219,6 +221,27 @@ class RecordedSessions:
             session.bytes += added
             for line, (offset, size) in zip(lines, places, strict=True):
                 session.take(line, offset, size)
+
+    def sequence(self, owner: str, sequence_id: str) -> RecordedSequence | None:
+        """What a gradient needs of the turn that `sequence_id` names, `recorded:SESSION:TURN`; None if it names none of
+        this owner. Reads a file."""
+        kind, _, rest = sequence_id.partition(":")
+        name, _, turn = rest.rpartition(":")
+        if not self._enabled or kind != "recorded" or _NAME.fullmatch(name) is None or not turn.isdecimal():
+            return None
+        session = self._open.get((owner, name)) or _load(self._folder(owner, name))
+        if session is None or session.settings.expires <= self._clock().timestamp():
+            return None
+        known = session.turns.get(int(turn))
+        if known is None:
+            return None
+        line = session.read(known)
+        length = sum(
+            len(chunk["tokens"]) if "tokens" in chunk else chunk["expected_tokens"] for chunk in line["prompt"]
+        )
+        return RecordedSequence(
+            np.array(line["tokens"], np.int32), np.array(line["logprobs"], np.float32), length, line["version"]
+        )
 
     async def picture(self, session: RecordedSession, name: str) -> bytes:
         """The bytes of a picture; NotFoundError."""

@@ -71,7 +71,7 @@ async def messages(request: Request, backend: Backend) -> Response:
         outputs = await unless_left(request, answer.outputs())
         content = await ENCODING.run(_whole_message, body, named, form, answer, outputs)
         if recording is not None:
-            await recording.end(outputs)
+            await recording.end(answer, outputs)
     except BaseException:
         answer.close()
         if recording is not None:

@@ -181,7 +181,7 @@ async def _answered(
         outputs = await unless_left(request, answer.outputs())
         content = await ENCODING.run(whole_answer, asked, named, answer, outputs)
         if recording is not None:
-            await recording.end(outputs)
+            await recording.end(answer, outputs)
     except BaseException:
         answer.close()
         if recording is not None:

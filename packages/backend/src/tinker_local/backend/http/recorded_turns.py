@@ -15,10 +15,11 @@ from tinker_local.backend.control.recorded_sessions import Json, KnownTurn, Reco
 from tinker_local.backend.control.sample_prompts import Prompt
 from tinker_local.backend.http.access import caller_of
 from tinker_local.backend.rendering.continued import Item, Rendering, continued, input_of, picture_name
+from tinker_local.backend.rendering.rendered_input import ReadPrompt
 from tinker_local.backend.rendering.text import ChatMessage
 from tinker_local.backend.rendering.tools import OfferedTools, Reply, ReplyForm, ReplyPiece, ReplyReader
 from tinker_local.backend.threads import DISK, RENDERING
-from tinker_local.types import ImageChunk, InvalidRequestError, SampleOutput, SamplingParams
+from tinker_local.types import ImageAssetPointerChunk, ImageChunk, InvalidRequestError, SampleOutput, SamplingParams
 from tinker_local.types.requests_and_results import StopReason
 
 RETRY = "x-stainless-retry-count"
@@ -95,6 +96,7 @@ class Recording:
     _said: list[_Said] = field(default_factory=list)
     _sampled: dict[int, _Sequence] = field(default_factory=dict)
     _done: bool = False
+    _prompt_read: ReadPrompt | None = None
 
     def form_of(self, form: ReplyForm | None, grammar: object) -> ReplyForm | None:
         """`form`, with readers that this hears. `grammar`: of an answer without tools."""
@@ -116,8 +118,9 @@ class Recording:
             sequence.logprobs.extend(drawing.tokens.logprobs)
             sequence.reason = drawing.tokens.stop_reason or sequence.reason
 
-    async def end(self, outputs: Sequence[SampleOutput]) -> None:
+    async def end(self, answer: Answer, outputs: Sequence[SampleOutput]) -> None:
         """Keep the turns of a whole answer, before the client has it: its next request may come at once."""
+        self._prompt_read = answer.read[0]
         for index, sequence in enumerate(outputs[0].sequences):
             logprobs = [] if sequence.logprobs is None else sequence.logprobs.tolist()
             self._sampled[index] = _Sequence(
@@ -138,6 +141,7 @@ class Recording:
                     held = each
                 else:
                     yield each
+            self._prompt_read = answer.read.get(0)
             await self._write()
         finally:
             if not self._done:
@@ -191,7 +195,7 @@ class Recording:
             "model": self.named.name,
             "base_model": self.named.base.names[0],
             "version": record.model_path,
-            "prompt": [_chunk(chunk) for chunk in self.prompt.model_input.chunks],
+            "prompt": self._chunks(),
             "tokens": sequence.tokens.tolist(),
             "logprobs": [float(value) for value in logprobs],
             "forced": np.flatnonzero(logprobs == 0).tolist() if self.forced else [],
@@ -206,18 +210,24 @@ class Recording:
             "reply_key": key_of(message),
         }
 
+    def _chunks(self) -> list[Json]:
+        """The prompt, with the number of positions of each picture."""
+        read = self._prompt_read
+        lengths = iter(()) if read is None else (length for _, _, length in read.images)
+        return [
+            {"picture": picture_name(chunk), "format": chunk.format, "expected_tokens": next(lengths, None)}
+            if isinstance(chunk, ImageChunk)
+            else {"tokens": chunk.tokens.tolist()}
+            for chunk in self.prompt.model_input.chunks
+            if not isinstance(chunk, ImageAssetPointerChunk)  # which `recording_of` refuses
+        ]
+
     def _read(self, sequence: _Sequence) -> _Said:
         """A reply without tools, as the client is given it."""
         tokens = sequence.tokens.tolist()
         if sequence.reason == "stop" and tokens and tokens[-1] in self.stop_ids:
             tokens = tokens[:-1]
         return _Said(Reply(self.named.text, self.stops, None).whole(tokens, sequence.reason).text)
-
-
-def _chunk(chunk: Any) -> Json:
-    if isinstance(chunk, ImageChunk):
-        return {"picture": picture_name(chunk), "format": chunk.format, "expected_tokens": chunk.expected_tokens}
-    return {"tokens": chunk.tokens.tolist()}
 
 
 async def recording_of(
