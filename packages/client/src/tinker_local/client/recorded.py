@@ -31,7 +31,8 @@ class RecordedTurn:
     """One reply. `number`: in its session; `parent`: the turn that it continues token by token, None for a first one.
 
     `prompt`: what the model read; `tokens`, `logprobs`: what it sampled, in float32 nats of log softmax(logits / T)
-    over the vocabulary, as the SDK's samples have them. `forced`: indices into `tokens` that a grammar left no choice for.
+    over the vocabulary, as the SDK's samples have them. `forced`: indices into `tokens` that a grammar left no choice
+    for.
     `model`: the name that the program gave; `version`: the checkpoint that sampled, None for the base model.
     `messages`: what the request added to the conversation of `parent`; `reply`: the model's message, as the program got
     it. `branch`: `turn`, `message` and `differs`, if the conversation resembles that turn's and does not continue it.
@@ -143,9 +144,9 @@ def to_datums(
     """One datum of N positions for each trajectory: inputs are all tokens but the last, targets all but the first.
 
     At sampled tokens, `advantages` is the trajectory's and `logprobs` the sampler's; elsewhere, and at tokens that a
-    grammar left no choice for, they are 0. stable_reinforce gets
-    provenance spans, from which the server takes logprobs and sampled tokens. `shared`: a turn of k trajectories is in k data. With "each", it counts in
-    all of them, with its own advantage in each; with "once" in the first alone, with the mean of the k advantages. The
+    grammar left no choice for, they are 0. stable_reinforce gets provenance spans, from which the server
+    takes logprobs and sampled tokens. `shared`: a turn of k trajectories is in k data. With "each", it counts in all of
+    them, with its own advantage in each; with "once" in the first alone, with the mean of the k advantages. The
     ratio of a sequence (gspo, stable_reinforce) is over all its turns in either case, and so is the KL term of
     stable_reinforce.
 

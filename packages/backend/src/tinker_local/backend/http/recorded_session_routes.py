@@ -4,7 +4,7 @@ import secrets
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import Field
 from tinker_local.backend.control.recorded_sessions import (
@@ -24,7 +24,13 @@ from tinker_local.types import Frozen
 
 router = APIRouter(tags=["recorded sessions"])
 
-programs = APIRouter(tags=["recorded sessions"])
+
+async def check_session(recorded: str, request: Request, backend: Backend) -> None:
+    """NotFoundError if the caller has no session of this name."""
+    await backend.recorded.get(caller_of(request).owner, recorded)
+
+
+programs = APIRouter(tags=["recorded sessions"], dependencies=[Depends(check_session)])
 """Below `/session/NAME/v1`: what `/v1` has for conversations. Completions of raw text are no conversation."""
 
 programs.add_api_route("/chat/completions", chat_completions, methods=["POST"])
