@@ -281,7 +281,8 @@ async def test_an_admin_sees_all_and_keys_without_a_name_are_one_owner_on_fakes(
         assert {alices, ours} <= {s for s in (alices, ours) if s in (await listing.send(api, ADMIN)).text}
         assert alices not in (await listing.send(api, NAMELESS)).text
     owners = {session["session_id"]: session["owner"] for session in (await seen(api, ADMIN))[1]["sessions"]}
-    assert owners == {alices: "tml:organization_user:alice", ours: "tml:organization_user:local"}
+    expected = {alices: "tml:organization_user:alice", ours: "tml:organization_user:local"}
+    assert owners.items() >= expected.items()  # the endpoints have sessions, too
     for call in calls(alices, alices):
         if "recorded" in call.ids:  # what programs said is for their owner alone
             assert (await call.send(api, ADMIN)).status_code == 404, call
