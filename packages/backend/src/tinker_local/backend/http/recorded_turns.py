@@ -265,13 +265,15 @@ async def recording_of(
     keys = tuple(map(key_of, contents))
     spoken = len(messages) - 1 if goes_on else len(messages)
     reply = max((at for at in range(spoken) if messages[at].role == "assistant"), default=None)
-    parent, branch = None, None
+    parent: KnownTurn | None = None
+    branch: Json | None = None
     if reply is not None:
         parent = session.found(head, keys[: reply + 1])
         if parent is not None:
             whole = await _continued(rendering, messages, reply, session, parent, prompt)
             if whole is None:
-                parent, branch = None, {"turn": parent.turn, "message": reply, "differs": "template"}
+                branch = {"turn": parent.turn, "message": reply, "differs": "template"}
+                parent = None
             else:
                 prompt = replace(prompt, model_input=input_of(whole))
         if parent is None and branch is None:
@@ -313,9 +315,11 @@ def _branch(
     if (turn := session.replies.get(keys[reply])) is not None:
         known = session.turns[turn]
     else:  # the reply itself was changed: the turn that has most of what comes before
-        turns = (each for each in list(session.turns.values()) if each.turn not in session.abandoned)
-        known = max(turns, key=lambda each: (_shared((*each.keys, each.reply), keys), each.turn), default=None)  # type: ignore[arg-type, assignment]
-        if known is None or not _shared((*known.keys, known.reply), keys):
+        turns = [each for each in list(session.turns.values()) if each.turn not in session.abandoned]
+        if not turns:
+            return None
+        known = max(turns, key=lambda each: (_shared((*each.keys, each.reply), keys), each.turn))
+        if not _shared((*known.keys, known.reply), keys):
             return None
     at = _shared((*known.keys, known.reply), keys)
     if at == min(len(known.keys) + 1, len(keys)):
