@@ -151,11 +151,11 @@ def calls(of: str, own: str) -> Iterator[Call]:
     for method, end in WITHOUT_KIND:
         yield Call(method, f"/training_runs/{{run_id}}/checkpoints/{{name}}{end}", weights)
     recorded, one = {"recorded": of}, "/recorded_sessions/{recorded}"
-    chat = {"model": BASE, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    tokens = {"model": BASE, "messages": [{"role": "user", "content": "hi"}]}
+    replied = {**tokens, "max_tokens": 2}
     below = "/session/{recorded}/v1"
-    yield Call("POST", f"{below}/chat/completions", recorded, chat, "")
-    yield Call("POST", f"{below}/messages", recorded, chat, "")
-    tokens = {name: chat[name] for name in ("model", "messages")}
+    yield Call("POST", f"{below}/chat/completions", recorded, replied, "")
+    yield Call("POST", f"{below}/messages", recorded, replied, "")
     yield Call("POST", f"{below}/messages/count_tokens", recorded, tokens, "")
     yield Call("GET", f"{below}/models", recorded, None, "")
     yield Call("GET", f"{below}/models/{{name:path}}", {**recorded, "name": BASE}, None, "")

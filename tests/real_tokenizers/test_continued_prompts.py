@@ -43,7 +43,7 @@ def test_a_reply_in_other_tokens_than_the_templates_stays_as_it_was_sampled(fold
     given = rendering(folder)
     prompt = given.items([ASKED])
     end = end_of_turn(given)
-    letters = [token for letter in "sunny" for token in given.codec.prompt(letter).chunks[-1].tokens.tolist()[-1:]]
+    letters = [token for letter in "sunny" for token in given.codec.prompt(letter).to_tokens().tolist()[-1:]]
     sampled = [*letters, end]
     messages = [ASKED, ChatMessage("assistant", ("sunny",)), ChatMessage("user", ("And now?",))]
     found = continued(given, messages, 1, prompt, sampled)
@@ -58,7 +58,7 @@ def test_a_call_written_again_is_not_written_into_the_prompt_again() -> None:
     given = replace(rendering("tokenizer-qwen3"), functions=[TOOL])
     prompt, end = given.items([ASKED]), end_of_turn(given)
     call = '<tool_call>\n{"name":"look","arguments":{"at":  1}}\n</tool_call>'
-    sampled = [*given.codec.prompt(call).chunks[0].tokens.tolist(), end]
+    sampled = [*given.codec.prompt(call).to_tokens().tolist(), end]
     calls = (ToolCall("a", "look", json.dumps({"at": 1}, indent=2)),)
     result = ChatMessage("tool", ("rain",), (), ("a", "look"))
     found = continued(given, [ASKED, ChatMessage("assistant", (), calls), result], 1, prompt, sampled)
@@ -70,7 +70,7 @@ def test_a_call_written_again_is_not_written_into_the_prompt_again() -> None:
 def test_thoughts_that_the_template_drops_are_no_continuation_unless_they_are_kept() -> None:
     given = rendering("tokenizer-qwen3")
     prompt, end, text = given.items([ASKED]), end_of_turn(given), "<think>\nhm\n</think>\n\nsunny"
-    sampled = [*given.codec.prompt(text).chunks[0].tokens.tolist(), end]
+    sampled = [*given.codec.prompt(text).to_tokens().tolist(), end]
     messages = [ASKED, ChatMessage("assistant", (text,)), ChatMessage("user", ("And now?",))]
     assert continued(given, messages, 1, prompt, sampled) is None
     kept = continued(given, messages, 1, prompt, sampled, even_rewritten=True)
