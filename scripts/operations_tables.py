@@ -91,6 +91,15 @@ LIMITS: dict[str, dict[str, str]] = {
         "wrong keys of an address that are answered at once; further ones wait": "hosting.keys.FREE_WRONG_KEYS",
         "answers to wrong keys that wait": "hosting.keys.MOST_DELAYED",
     },
+    "recorded sessions": {
+        "sessions of an owner": "control.recorded_sessions.MOST_SESSIONS",
+        "bytes of a session whose owner asks for it, and of another": (
+            "control.recorded_sessions.MAX_SESSION_BYTES control.recorded_sessions.SESSION_BYTES"
+        ),
+        "hours that a session lives if its owner asks for it, and another": (
+            "control.recorded_sessions.LONGEST_LIFETIME_HOURS control.recorded_sessions.LIFETIME_HOURS"
+        ),
+    },
     "training": {
         "bytes of a forward_backward, as sent and as unpacked": "http.bodies.MAX_GRADIENT_BYTES",
         "times its size, or bytes whatever its size, that a zstd body may unpack to": (

@@ -395,7 +395,7 @@ async def api(start_api: StartApi) -> Api:
 def api_in_loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Api, asyncio.AbstractEventLoop]]:
     """An app on fakes, and the event loop that it lives in: for tests that are not coroutines."""
     loop = asyncio.new_event_loop()
-    api = loop.run_until_complete(open_api(data_dir=tmp_path_factory.mktemp("data")))
+    api = loop.run_until_complete(open_api(data_dir=tmp_path_factory.mktemp("data"), record_sessions=True))
     yield api, loop
     loop.run_until_complete(close_api(api))
     loop.close()

@@ -159,6 +159,23 @@ BODIES: dict[str, dict[str, Any]] = {
         "stream": False,
     },
     "/v1/messages/count_tokens": {"model": "fake/bigram", "messages": [{"role": "user", "content": "a"}]},
+    "recorded_sessions": {"name": "{other}", "lifetime_hours": 1.0, "max_bytes": 100, "keep_thoughts": True},
+    "recorded_sessions/{recorded}/rewards": {"rewards": {"0": 0.5}},
+    "/session/{recorded}/v1/chat/completions": {
+        "model": "fake/bigram",
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "max_tokens": 2,
+        "tools": [{"type": "function", "function": {"name": "look"}}],
+    },
+    "/session/{recorded}/v1/messages": {
+        "model": "fake/bigram",
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "max_tokens": 2,
+    },
+    "/session/{recorded}/v1/messages/count_tokens": {
+        "model": "fake/bigram",
+        "messages": [{"role": "user", "content": "a"}],
+    },
 }
 """Those below `/api/v1/`, and whole paths."""
 
@@ -180,6 +197,7 @@ def fuzzed(api_in_loop: Any) -> Any:
         model = await api.model(session, 0)
         return {
             "session": session,
+            "recorded": str((await api.ok("recorded_sessions", {}))["name"]),
             "other": await api.session(),
             "model": model,
             "saved": await api.save(model, 1, "saved"),

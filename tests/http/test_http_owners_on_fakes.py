@@ -1,6 +1,8 @@
 """Many users of one server: each sees, trains, samples, publishes and deletes only its own."""
 
+import base64
 import hashlib
+import io
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping
@@ -11,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi.routing import APIRoute
+from PIL import Image
 from tinker_local.backend.hosting.app import ANTHROPIC, OPENAI, create_app
 from tinker_local.backend.hosting.key_file import KeyFile
 from tinker_local.backend.http.client_routes import REFUSED
@@ -23,6 +26,10 @@ ALICE, BOB, ADMIN, NAMELESS = (f"tml-{word}-horse-battery" for word in ("alice",
 UNKNOWN = "s-0000000000000000"
 SAMPLE = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}, "sampling_params": {"max_tokens": 1}}
 
+_FILE = io.BytesIO()
+Image.new("RGB", (32, 32), "red").save(_FILE, "PNG")
+PICTURE = _FILE.getvalue()
+
 NAMES_NOTHING = {
     ("POST", "/api/v1/client/config"),
     ("POST", "/api/v1/client/dynamic_config"),
@@ -34,6 +41,7 @@ NAMES_NOTHING = {
     ("POST", "/api/v1/check_weights"),  # for those who see all: the same
     ("GET", "/api/v1/logs"),  # of the caller's runs alone: test_watched_logs_on_fakes.py
     ("GET", "/api/v1/logs/{log_id}/curve"),
+    *((method, "/api/v1/recorded_sessions") for method in ("GET", "POST")),  # test_recorded_sessions_on_fakes.py
     ("POST", "/api/v1/telemetry"),
     *((method, path) for method in ("GET", "HEAD") for path in ("/", "/console/{file}")),
     ("POST", "/api/v1/create_session"),
@@ -141,6 +149,20 @@ def calls(of: str, own: str) -> Iterator[Call]:
     yield Call("DELETE", one, weights)
     for method, end in WITHOUT_KIND:
         yield Call(method, f"/training_runs/{{run_id}}/checkpoints/{{name}}{end}", weights)
+    recorded, one = {"recorded": of}, "/recorded_sessions/{recorded}"
+    tokens = {"model": BASE, "messages": [{"role": "user", "content": "hi"}]}
+    replied = {**tokens, "max_tokens": 2}
+    below = "/session/{recorded}/v1"
+    yield Call("POST", f"{below}/chat/completions", recorded, replied, "")
+    yield Call("POST", f"{below}/messages", recorded, replied, "")
+    yield Call("POST", f"{below}/messages/count_tokens", recorded, tokens, "")
+    yield Call("GET", f"{below}/models", recorded, None, "")
+    yield Call("GET", f"{below}/models/{{name:path}}", {**recorded, "name": BASE}, None, "")
+    yield Call("GET", one, recorded)
+    yield Call("GET", f"{one}/turns", recorded)
+    yield Call("GET", f"{one}/pictures/{{picture}}", {**recorded, "picture": hashlib.sha256(PICTURE).hexdigest()})
+    yield Call("POST", f"{one}/rewards", recorded, {"rewards": {}})
+    yield Call("DELETE", one, recorded)
     yield Call("POST", "/sessions/{session_id}/finish", {"session_id": of}, {})
 
 
@@ -174,7 +196,7 @@ async def api(start_api: StartApi, tmp_path: Path) -> Api:
     """A server with the keys of two owners, an admin, and one without a name."""
     hashed = f"sha256:{hashlib.sha256(BOB.encode()).hexdigest()}"
     keys = key_file(tmp_path, f"# who\nalice {ALICE}\nbob {hashed}\nadmin {ADMIN}\n{NAMELESS}\n")
-    return await start_api(api_keys=keys)
+    return await start_api(api_keys=keys, record_sessions=True)
 
 
 async def new_session(api: Api, key: str, **fields: Any) -> str:
@@ -195,8 +217,20 @@ async def world(api: Api, key: str) -> str:
         await api.result(await api.submit(route, {**body, "seq_id": seq_id, "path": name}))
     sampler = await api.base_sampler(session)
     await api.submit("asample", {"sampling_session_id": sampler, "seq_id": 0, **SAMPLE})
+    if api.backend.options.record_sessions:
+        await record(api, session)
     del api.http.headers["x-api-key"]
     return session
+
+
+async def record(api: Api, session: str) -> None:
+    """A recorded session of the same name, with a picture."""
+    await api.ok("recorded_sessions", {"name": session})
+    url = f"data:image/png;base64,{base64.b64encode(PICTURE).decode()}"
+    shown = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    chat = {"model": BASE, "messages": shown, "max_tokens": 2}
+    sent = await api.http.post(f"/session/{session}/v1/chat/completions", json=chat)
+    assert sent.status_code == 200, sent.text
 
 
 async def opened(api: Api, session: str, path: str) -> str:
@@ -252,8 +286,12 @@ async def test_an_admin_sees_all_and_keys_without_a_name_are_one_owner_on_fakes(
         assert {alices, ours} <= {s for s in (alices, ours) if s in (await listing.send(api, ADMIN)).text}
         assert alices not in (await listing.send(api, NAMELESS)).text
     owners = {session["session_id"]: session["owner"] for session in (await seen(api, ADMIN))[1]["sessions"]}
-    assert owners == {alices: "tml:organization_user:alice", ours: "tml:organization_user:local"}
+    expected = {alices: "tml:organization_user:alice", ours: "tml:organization_user:local"}
+    assert owners.items() >= expected.items()  # the endpoints have sessions, too
     for call in calls(alices, alices):
+        if "recorded" in call.ids:  # what programs said is for their owner alone
+            assert (await call.send(api, ADMIN)).status_code == 404, call
+            continue
         assert (await call.send(api, ADMIN)).status_code not in (401, 403, 404), call
     assert (await api.http.get("/metrics", headers={"X-API-Key": ADMIN})).status_code == 200
 
@@ -298,7 +336,7 @@ async def test_an_unpublished_checkpoint_is_sampled_by_its_owner_alone_on_fakes(
 ) -> None:
     """At once, and after a restart; `old_data`: the session was recorded by a server that did not write why."""
     keys = key_file(tmp_path, f"alice {ALICE}\nbob {BOB}\nadmin {ADMIN}\n")
-    api = await start_api(api_keys=keys)
+    api = await start_api(api_keys=keys, record_sessions=True)
     alices = await world(api, ALICE)
     path = f"tinker://{alices}:train:0/sampler_weights/s"
     publish = f"training_runs/{alices}:train:0/checkpoints/sampler_weights/s/publish"
@@ -331,7 +369,7 @@ async def test_an_unpublished_checkpoint_is_sampled_by_its_owner_alone_on_fakes(
     if old_data:
         with sqlite3.connect(api.backend.options.data_dir / "metadata.sqlite3") as database:
             database.execute("UPDATE sampling_sessions SET read_as_public = NULL")
-    again = await start_api(api_keys=keys)
+    again = await start_api(api_keys=keys, record_sessions=True)
     assert [await sample(again, key, 3) for key in (ALICE, BOB, ADMIN)] == [200, 404, 200]
     assert (await again.post(publish, headers={"X-API-Key": ALICE})).status_code == 204
     assert await sample(again, BOB, 4) == 200
@@ -364,10 +402,10 @@ async def test_idempotency_keys_are_each_owners_own_on_fakes(api: Api) -> None:
 
 async def test_owners_are_kept_over_a_restart_on_fakes(start_api: StartApi, tmp_path: Path) -> None:
     keys = key_file(tmp_path, f"alice {ALICE}\nbob {BOB}\n")
-    api = await start_api(api_keys=keys)
+    api = await start_api(api_keys=keys, record_sessions=True)
     alices, bobs = await world(api, ALICE), await world(api, BOB)
     await api.backend.close()
-    again = await start_api(api_keys=keys)
+    again = await start_api(api_keys=keys, record_sessions=True)
     assert alices in json.dumps(await seen(again, ALICE))
     assert alices not in json.dumps(await seen(again, BOB))
     for of_alice, of_unknown in zip(calls(alices, bobs), calls(UNKNOWN, bobs), strict=True):
@@ -380,7 +418,7 @@ async def test_a_key_is_revoked_and_another_let_in_without_a_restart_on_fakes(
 ) -> None:
     monkeypatch.setattr("tinker_local.backend.hosting.key_file.REREAD_SECONDS", 0.0)
     keys = key_file(tmp_path, f"alice {ALICE}\n")
-    api = await start_api(api_keys=keys)
+    api = await start_api(api_keys=keys, record_sessions=True)
     session = await new_session(api, ALICE)
     (tmp_path / "keys").write_text(f"alice {BOB}\n")
     assert (await api.get(f"sessions/{session}")).status_code == 401

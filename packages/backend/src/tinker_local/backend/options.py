@@ -400,6 +400,14 @@ class BackendOptions:
             group=OF_CLIENTS,
         ),
     ] = False
+    record_sessions: Annotated[
+        bool,
+        CommandOption(
+            "Let owners make sessions whose conversations, of any program that speaks OpenAI's or Anthropic's API, are "
+            "kept in the data folder as tokens to train on: docs/recorded-sessions.md.",
+            group=OF_CLIENTS,
+        ),
+    ] = False
     strict_hosted: Annotated[
         bool,
         CommandOption(

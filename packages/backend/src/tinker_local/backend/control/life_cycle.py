@@ -16,6 +16,7 @@ from tinker_local.backend.control.exports import Exports
 from tinker_local.backend.control.imports import Imports
 from tinker_local.backend.control.load_weights import LoadWeights
 from tinker_local.backend.control.lost_requests import LostRequests
+from tinker_local.backend.control.recorded_sessions import RecordedSessions
 from tinker_local.backend.control.restore_runs import RestoreRuns
 from tinker_local.backend.control.sampler_versions import SamplerVersions
 from tinker_local.backend.control.sampling_sessions import Sampling
@@ -60,7 +61,7 @@ class ControlPlane:
     `sessions`: create, heartbeat, finish, list, search. `runs`: training runs, created and ended. `training`: the
     commands of a run. `sampling`: sampling sessions and samples. `checkpoints`: look-up, expiry, deletion,
     copies. `imports`: adapters that were trained elsewhere. `exports`: signed downloads. `curves`: what each run has
-    done. `operations`: by request id.
+    done. `operations`: by request id. `recorded`: sessions whose conversations are kept.
     `lost_requests`: why an operation is not there. `traces`: where a session's time went. `models`: the base models.
     """
 
@@ -135,6 +136,7 @@ class ControlPlane:
             options, self.quotas, self.store, versions, self.models, self.sessions, self.operations, uses, self._clock
         )
         self._closing.push_async_callback(self.sampling.targets.close)
+        self.recorded = RecordedSessions(options.data_dir, options.record_sessions, self._clock)
         self.runs = TrainingRuns(options, self.quotas, self.store, self.models, self.sessions, self.operations)
         self.autosaves = Autosaves(
             options, self.store, self.runs, lambda path: self.on_own_change("save checkpoint", path)
@@ -158,6 +160,7 @@ class ControlPlane:
             self.exports,
             self.curves,
             self.sampling.recorded,
+            self.recorded,
             self.sampling.drawn_by,
             self.sampling.routes,
             strict_losses=options.strict_losses,
@@ -236,7 +239,7 @@ class ControlPlane:
             self.operations.forget_old()
             for chore in (
                 *(self._look_at_disk, partial(self.sessions.end_silent, pause), self.checkpoints.sweep),
-                *(self._prune, self.traces.forget_old),
+                *(self._prune, self.traces.forget_old, self.recorded.sweep),
             ):
                 try:
                     await chore()

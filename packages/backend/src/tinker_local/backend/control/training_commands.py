@@ -23,6 +23,7 @@ from tinker_local.backend.control.mismatch import (
 )
 from tinker_local.backend.control.recorded_routes import RecordedRoutes
 from tinker_local.backend.control.recorded_samples import RecordedSamples
+from tinker_local.backend.control.recorded_sessions import RecordedSessions
 from tinker_local.backend.control.save_weights_for_sampler import SaveWeightsForSampler
 from tinker_local.backend.control.sessions import check_user_metadata
 from tinker_local.backend.control.training_runs import Command, TrainingRun, TrainingRuns
@@ -39,7 +40,7 @@ from tinker_local.backend.storage.store import Store
 from tinker_local.backend.threads import ACTING, DISK, ENCODING, IMAGE_THREADS, PREPARING, PREPARING_IMAGES, Who
 from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss import Loss, make_train_datum
-from tinker_local.backend.training.losses.recorded import FindRecord
+from tinker_local.backend.training.losses.recorded import FindRecord, RecordedSequence
 from tinker_local.backend.training.optimizers import step_settings
 from tinker_local.backend.training.routes import Routes
 from tinker_local.backend.training.trainer import TrainDatum, TrainResult, TrainWork
@@ -90,6 +91,7 @@ class Training:
         exports: Exports,
         curves: Curves,
         recorded: RecordedSamples,
+        kept: RecordedSessions,
         drawn_by: FindDrawn,
         routes: RecordedRoutes,
         *,
@@ -103,6 +105,7 @@ class Training:
         self._exports = exports
         self._curves = curves
         self._recorded = recorded
+        self._kept = kept
         self._drawn_by = drawn_by
         self._routes = routes
         self._strict_losses = strict_losses
@@ -142,7 +145,10 @@ class Training:
             return model
         base = model.base
 
-        find_record = partial(self._recorded.find, model.record.session_id)
+        def find_record(sequence_id: str) -> RecordedSequence:
+            kept = self._kept.sequence(model.owner, sequence_id)
+            return self._recorded.find(model.record.session_id, sequence_id) if kept is None else kept
+
         find_routes: FindRoutes | None = None
         if base.routed is not None:
             find_routes = partial(self._routes.routes, model.record.session_id, base.path, base.routed)

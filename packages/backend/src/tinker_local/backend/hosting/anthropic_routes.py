@@ -15,6 +15,7 @@ from tinker_local.backend.hosting.completions import Answer, Completions, Named
 from tinker_local.backend.hosting.event_stream import WholeAnswer, begun, event, unless_left
 from tinker_local.backend.hosting.openai_answers import prompt_fields, whole
 from tinker_local.backend.hosting.openai_routes import Texts, conversation_limits, model_of
+from tinker_local.backend.hosting.recorded_turns import recording_of
 from tinker_local.backend.http.access import Backend
 from tinker_local.backend.http.bodies import BODY_BYTES, parse
 from tinker_local.backend.rendering.tools import CallPiece, OfferedTools, Reply, ReplyForm, ReplyPiece
@@ -43,6 +44,14 @@ async def messages(request: Request, backend: Backend, texts: Texts) -> Response
     with texts.accepted(named, request.scope[BODY_BYTES]):
         prompt, offered = await _asked(texts, body, named)
         form = None if offered is None else await texts.form(named, offered)
+        recording = await recording_of(
+            *(request, backend, named, body, prompt, offered, body.params()),
+            variables={},
+            how=_how(body),
+            stops=body.stop_sequences or (),
+        )
+        if recording is not None:
+            prompt, form = recording.prompt, recording.form_of(form, body.grammar())
     answer = await texts.sample(
         named,
         [prompt],
@@ -53,12 +62,19 @@ async def messages(request: Request, backend: Backend, texts: Texts) -> Response
         grammar=body.grammar() if form is None else form.grammar,
     )
     if body.stream:
-        return await begun(request, _events(body, named, form, answer), answer.close)
+        streamed = _events(body, named, form, answer)
+        if recording is not None:
+            streamed = recording.streamed(streamed, answer)
+        return await begun(request, streamed, answer.close)
     try:
         outputs = await unless_left(request, answer.outputs())
         content = await ENCODING.run(_whole_message, body, named, form, answer, outputs)
+        if recording is not None:
+            await recording.end(answer, outputs)
     except BaseException:
         answer.close()
+        if recording is not None:
+            await recording.abandon()
         raise
     answer.forget()
     return WholeAnswer(content, answer.close)
@@ -66,9 +82,11 @@ async def messages(request: Request, backend: Backend, texts: Texts) -> Response
 
 async def _asked(texts: Completions, body: Conversation, named: Named) -> tuple[Prompt, OfferedTools | None]:
     """The prompt, and the tools that it offers."""
-    return await texts.chat_prompt(
-        named, body, {}, go_on=body.goes_on, as_tokens=body.control_tokens, no_thoughts=False
-    )
+    return await texts.chat_prompt(named, body, {}, **_how(body))
+
+
+def _how(body: Conversation) -> Json:
+    return {"go_on": body.goes_on, "as_tokens": body.control_tokens, "no_thoughts": False}
 
 
 def _message(body: MessagesBody, content: Sequence[Json], end: Json, usage: Json) -> Json:

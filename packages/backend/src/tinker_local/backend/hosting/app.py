@@ -13,6 +13,7 @@ from tinker_local.backend.hosting import (
     console_routes,
     metrics_routes,
     openai_routes,
+    recorded_session_routes,
     tokenize_routes,
 )
 from tinker_local.backend.hosting.forwarded import ForwardedAddress, Network
@@ -45,6 +46,7 @@ ROUTES = (
     download_routes,
     import_routes,
     progress_routes,
+    recorded_session_routes,
     tokenizer_routes,
 )
 
@@ -112,6 +114,7 @@ def all_routes(below_api: Sequence[ModuleType]) -> Sequence[BaseRoute]:
         router.include_router(openai_routes.router, prefix=prefix)
     for prefix in ANTHROPIC:
         router.include_router(anthropic_routes.router, prefix=prefix)
+    router.include_router(recorded_session_routes.programs, prefix="/session/{recorded}/v1")
     for module in (tokenize_routes, metrics_routes, console_routes):
         router.include_router(module.router)
     return router.routes

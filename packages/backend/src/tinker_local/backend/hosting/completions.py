@@ -192,6 +192,8 @@ class Answer:
         """Of each operation."""
         self.uncount: list[Callable[[], None]] = []
         """Called when this is closed."""
+        self.heard: Callable[[Sequence[Drawing]], None] = lambda drawings: None
+        """Called with the tokens that `drawings` gives, before it gives them."""
         self._all = operations
         self._loop = asyncio.get_running_loop()
         self._owner = owner
@@ -274,6 +276,7 @@ class Answer:
             if self._too_many:
                 raise self._too_slow()
             if found := self._next():
+                self.heard(found)
                 yield found
                 if self._waiting:
                     await asyncio.sleep(0)

@@ -11,6 +11,7 @@ from tinker_local.backend.hosting.completions import Completions, Named, parse_m
 from tinker_local.backend.hosting.event_stream import WholeAnswer, begun, unless_left
 from tinker_local.backend.hosting.openai_answers import MAX_CELLS, MAX_ECHOED, Asked, events, whole_answer
 from tinker_local.backend.hosting.openai_bodies import Body, ChatBody, ChatPrompt, CompletionBody
+from tinker_local.backend.hosting.recorded_turns import Recording, recording_of
 from tinker_local.backend.http.access import NAMED_MODEL, Backend, ToList, caller_of, check_readable
 from tinker_local.backend.http.bodies import BODY_BYTES, parse
 from tinker_local.backend.http.bodies import Body as SentBody
@@ -84,19 +85,29 @@ async def chat_completions(request: Request, backend: Backend, texts: Texts) -> 
     with texts.accepted(named, request.scope[BODY_BYTES]):
         prompt, offered = await chat_prompt(texts, named, body)
         form = None if offered is None else await texts.form(named, offered)
-    return await _answered(request, backend, texts, body, named, [prompt], form)
+        recording = await recording_of(
+            *(request, backend, named, body, prompt, offered, body.params()),
+            variables=body.chat_template_kwargs or {},
+            how=_how(body),
+            stops=body.stops,
+            stop_ids=body.stop_token_ids or (),
+        )
+        if recording is not None:
+            if body.penalties() is not None:
+                raise InvalidRequestError(
+                    "presence_penalty, frequency_penalty: a recorded session samples without them"
+                )
+            prompt, form = recording.prompt, recording.form_of(form, body.grammar())
+    return await _answered(request, backend, texts, body, named, [prompt], form, recording)
 
 
 async def chat_prompt(texts: Completions, named: Named, body: ChatPrompt) -> tuple[Prompt, OfferedTools | None]:
     """The prompt of a conversation, and the tools that it offers."""
-    return await texts.chat_prompt(
-        named,
-        body,
-        body.chat_template_kwargs or {},
-        go_on=False,
-        as_tokens=body.control_tokens,
-        no_thoughts=body.reasoning_effort is not None,
-    )
+    return await texts.chat_prompt(named, body, body.chat_template_kwargs or {}, **_how(body))
+
+
+def _how(body: ChatPrompt) -> dict[str, Any]:
+    return {"go_on": False, "as_tokens": body.control_tokens, "no_thoughts": body.reasoning_effort is not None}
 
 
 def conversation_limits(backend: ControlPlane) -> tuple[int, int, Callable[[SentBody], None]]:
@@ -140,6 +151,7 @@ async def _answered(
     named: Named,
     prompts: Sequence[Prompt],
     form: ReplyForm | None = None,
+    recording: Recording | None = None,
 ) -> Response:
     asked, most = Asked.of(body, form), backend.options.max_num_samples
     echoed = asked.num_samples * sum(prompt.model_input.length for prompt in prompts) if asked.repeats_prompts else 0
@@ -174,12 +186,19 @@ async def _answered(
         scored=bool(asked.echoes) and asked.likeliest is not None,
     )
     if body.stream:
-        return await begun(request, events(asked, named, answer), answer.close)
+        streamed = events(asked, named, answer)
+        if recording is not None:
+            streamed = recording.streamed(streamed, answer)
+        return await begun(request, streamed, answer.close)
     try:
         outputs = await unless_left(request, answer.outputs())
         content = await ENCODING.run(whole_answer, asked, named, answer, outputs)
+        if recording is not None:
+            await recording.end(answer, outputs)
     except BaseException:
         answer.close()
+        if recording is not None:
+            await recording.abandon()
         raise
     answer.forget()
     return WholeAnswer(content, answer.close)

@@ -33,8 +33,14 @@ def message(error: Exception) -> str:
 Api = Literal["tinker", "openai", "anthropic"]
 
 
+RECORDED = "/session/"
+"""Below it, and the name of a recorded session, are OpenAI's and Anthropic's APIs."""
+
+
 def api_of(path: str) -> Api:
     """The API whose errors a path answers with."""
+    if path.startswith(RECORDED):
+        path = "/" + path.removeprefix(RECORDED).partition("/")[2]
     if path.startswith(("/v1/messages", "/anthropic/")):
         return "anthropic"
     return "openai" if path.startswith(("/v1/", "/oai/", "/tokenize", "/detokenize")) else "tinker"
