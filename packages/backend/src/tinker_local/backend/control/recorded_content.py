@@ -37,7 +37,7 @@ def content_of(message: ChatMessage) -> Content:
 
 
 def arguments_of(written: str) -> Any:
-    """A call's arguments as JSON; under their own name unless they are an object, which is what Anthropic's clients send."""
+    """A call's arguments as JSON; under their own name unless they are an object, as Anthropic's clients send them."""
     try:
         found = json.loads(written or "{}")
     except (ValueError, RecursionError):
