@@ -38,9 +38,9 @@ if [ "${ONLY:-tests}" = tests ]; then
     for runner in 0 1; do
         run="$out/runner$runner -m pytest -q -p no:cacheprovider -p no:xdist"
         step "sampling$runner" 900 $run tests/sampling
-        # Adapters of experts and of towers, linear attention, pictures whose positions see each other.
-        step "families$runner" 600 $run tests/families/test_families_on_gpu.py tests/families/test_experts.py \
-            tests/families/test_vision_tower.py tests/families/test_qwen3_5.py tests/families/test_gemma3.py
+        # An adapter on each target of each family; servers of models that see. The other files of tests/families compare
+        # with a trainer in float32 on a CPU.
+        step "families$runner" 900 $run tests/families/test_families_on_gpu.py tests/e2e/test_models_that_see_on_gpu.py
         step "agreement$runner" 300 $run tests/e2e/test_agreement.py tests/e2e/test_sampler_restarts.py
     done
 fi

@@ -10,6 +10,7 @@ from tests.sampling import lora_kernel_cases
 
 
 @pytest.mark.more
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, the next test runs on it")
 @pytest.mark.mutation("lora-tile-of-another", "lora_kernels._tile_of", "left -= tiles", "left -= 0")
 def test_rows_of_many_adapters_are_multiplied_in_the_interpreter() -> None:
     run_interpreted(Path(__file__).with_name("lora_kernel_cases.py"))
