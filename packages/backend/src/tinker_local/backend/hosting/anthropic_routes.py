@@ -12,10 +12,10 @@ from fastapi.responses import JSONResponse
 from tinker_local.backend.control.sample_prompts import Prompt
 from tinker_local.backend.hosting.anthropic_bodies import Conversation, MessagesBody
 from tinker_local.backend.hosting.completions import Answer, Completions, Named
-from tinker_local.backend.hosting.event_stream import WholeAnswer, begun, event, unless_left
+from tinker_local.backend.hosting.event_stream import event
 from tinker_local.backend.hosting.openai_answers import prompt_fields, whole
 from tinker_local.backend.hosting.openai_routes import Texts, conversation_limits, model_of
-from tinker_local.backend.hosting.recorded_turns import recording_of
+from tinker_local.backend.hosting.recorded_turns import answered, recording_of
 from tinker_local.backend.http.access import Backend
 from tinker_local.backend.http.bodies import BODY_BYTES, parse
 from tinker_local.backend.rendering.tools import CallPiece, OfferedTools, Reply, ReplyForm, ReplyPiece
@@ -61,23 +61,8 @@ async def messages(request: Request, backend: Backend, texts: Texts) -> Response
         streamed=bool(body.stream),
         grammar=body.grammar() if form is None else form.grammar,
     )
-    if body.stream:
-        streamed = _events(body, named, form, answer)
-        if recording is not None:
-            streamed = recording.streamed(streamed, answer)
-        return await begun(request, streamed, answer.close)
-    try:
-        outputs = await unless_left(request, answer.outputs())
-        content = await ENCODING.run(_whole_message, body, named, form, answer, outputs)
-        if recording is not None:
-            await recording.end(answer, outputs)
-    except BaseException:
-        answer.close()
-        if recording is not None:
-            await recording.abandon()
-        raise
-    answer.forget()
-    return WholeAnswer(content, answer.close)
+    stream = _events(body, named, form, answer) if body.stream else None
+    return await answered(request, answer, recording, stream, partial(_whole_message, body, named, form, answer))
 
 
 async def _asked(texts: Completions, body: Conversation, named: Named) -> tuple[Prompt, OfferedTools | None]:

@@ -8,10 +8,9 @@ from fastapi import APIRouter, Depends, Request, Response
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.control.sample_prompts import Prompt
 from tinker_local.backend.hosting.completions import Completions, Named, parse_model
-from tinker_local.backend.hosting.event_stream import WholeAnswer, begun, unless_left
 from tinker_local.backend.hosting.openai_answers import MAX_CELLS, MAX_ECHOED, Asked, events, whole_answer
 from tinker_local.backend.hosting.openai_bodies import Body, ChatBody, ChatPrompt, CompletionBody
-from tinker_local.backend.hosting.recorded_turns import Recording, recording_of
+from tinker_local.backend.hosting.recorded_turns import Recording, answered, recording_of
 from tinker_local.backend.http.access import NAMED_MODEL, Backend, ToList, caller_of, check_readable
 from tinker_local.backend.http.bodies import BODY_BYTES, parse
 from tinker_local.backend.http.bodies import Body as SentBody
@@ -20,7 +19,6 @@ from tinker_local.backend.http.weighing import check_conversation
 from tinker_local.backend.rendering.tools import OfferedTools, ReplyForm
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.records import CheckpointRecord
-from tinker_local.backend.threads import ENCODING
 from tinker_local.types import InvalidRequestError, NotFoundError
 
 router = APIRouter(tags=["openai"])
@@ -185,20 +183,5 @@ async def _answered(
         penalties=body.penalties(),
         scored=bool(asked.echoes) and asked.likeliest is not None,
     )
-    if body.stream:
-        streamed = events(asked, named, answer)
-        if recording is not None:
-            streamed = recording.streamed(streamed, answer)
-        return await begun(request, streamed, answer.close)
-    try:
-        outputs = await unless_left(request, answer.outputs())
-        content = await ENCODING.run(whole_answer, asked, named, answer, outputs)
-        if recording is not None:
-            await recording.end(answer, outputs)
-    except BaseException:
-        answer.close()
-        if recording is not None:
-            await recording.abandon()
-        raise
-    answer.forget()
-    return WholeAnswer(content, answer.close)
+    stream = events(asked, named, answer) if body.stream else None
+    return await answered(request, answer, recording, stream, partial(whole_answer, asked, named, answer))

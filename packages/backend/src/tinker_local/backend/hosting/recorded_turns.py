@@ -2,23 +2,24 @@
 
 import time
 from array import array
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
-from fastapi import Request
+from fastapi import Request, Response
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.control.recorded_content import Content, arguments_of, content_of, difference, head_of, key_of
 from tinker_local.backend.control.recorded_sessions import Json, KnownTurn, RecordedSession
 from tinker_local.backend.control.sample_prompts import Prompt
 from tinker_local.backend.hosting.completions import Answer, Drawing, Named
+from tinker_local.backend.hosting.event_stream import WholeAnswer, begun, unless_left
 from tinker_local.backend.http.access import caller_of
 from tinker_local.backend.rendering.continued import Item, Rendering, continued, input_of, picture_name
 from tinker_local.backend.rendering.rendered_input import ReadPrompt
 from tinker_local.backend.rendering.text import ChatMessage
 from tinker_local.backend.rendering.tools import OfferedTools, Reply, ReplyForm, ReplyPiece, ReplyReader
-from tinker_local.backend.threads import DISK, RENDERING
+from tinker_local.backend.threads import DISK, ENCODING, RENDERING
 from tinker_local.types import ImageAssetPointerChunk, ImageChunk, InvalidRequestError, SampleOutput, SamplingParams
 from tinker_local.types.requests_and_results import StopReason
 
@@ -228,6 +229,32 @@ class Recording:
         if sequence.reason == "stop" and tokens and tokens[-1] in self.stop_ids:
             tokens = tokens[:-1]
         return _Said(Reply(self.named.text, self.stops, None).whole(tokens, sequence.reason).text)
+
+
+async def answered(
+    request: Request,
+    answer: Answer,
+    recording: Recording | None,
+    stream: AsyncIterator[bytes] | None,
+    whole: Callable[[Sequence[SampleOutput]], bytes],
+) -> Response:
+    """`stream`, or else the `whole` answer of all outputs, made in a thread. What is recorded is kept before the client
+    has the end of either."""
+    if stream is not None:
+        stream = stream if recording is None else recording.streamed(stream, answer)
+        return await begun(request, stream, answer.close)
+    try:
+        outputs = await unless_left(request, answer.outputs())
+        content = await ENCODING.run(whole, outputs)
+        if recording is not None:
+            await recording.end(answer, outputs)
+    except BaseException:
+        answer.close()
+        if recording is not None:
+            await recording.abandon()
+        raise
+    answer.forget()
+    return WholeAnswer(content, answer.close)
 
 
 async def recording_of(
