@@ -1,4 +1,4 @@
-"""The HTTP app: translates between the wire and `InProcessBackend`."""
+"""The HTTP app over a `ControlPlane`."""
 
 import functools
 from collections.abc import Sequence
