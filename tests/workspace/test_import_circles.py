@@ -87,3 +87,11 @@ def test_imports_go_down_the_list_in_contributing() -> None:
     assert upwards == []
     folders = {path.name for path in (ROOT / "packages/backend/src/tinker_local/backend").iterdir() if path.is_dir()}
     assert folders - {"tiny_models", "__pycache__"} <= {node.removeprefix("backend/") for node in order}
+
+
+def test_the_core_does_not_import_hosting() -> None:
+    """Modules beside the folders count as well, those that the list in CONTRIBUTING leaves out included."""
+    graph = imports(ROOT / "packages")
+    importers = {node: found["backend/hosting"] for node, found in graph.items() if "backend/hosting" in found}
+    core = {node: place for node, place in importers.items() if node not in ("backend/cli", "backend/backend")}
+    assert core == {}
